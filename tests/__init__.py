@@ -1,0 +1,1 @@
+"""Tests, mirroring the packages: `tests/<package>/test_*.py`. Run from the root of the repository."""
