@@ -1,0 +1,148 @@
+"""Collectives over an axis group, and the autograd pairs of tensor and sequence parallelism.
+
+A group of one is the identity. Each pair is named after what its forward does; the backward is its adjoint for the
+way the result is used, which the docstring states (Megatron-LM, arXiv 1909.08053 and 2205.05198).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.parallel.mesh import AxisGroup
+
+
+def all_reduce(x: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce `x` over the group in place and return it."""
+    if group.size > 1:
+        dist.all_reduce(x, op, group=group.process_group)
+    return x
+
+
+def all_gather(x: Tensor, group: AxisGroup) -> Tensor:
+    """Concatenate every member's `x` (equal shapes) on dim 0, in coordinate order."""
+    if group.size == 1:
+        return x
+    parts = list(x.new_empty(group.size, *x.shape).unbind(0))
+    dist.all_gather(parts, x.contiguous(), group=group.process_group)
+    return torch.cat([parts[place] for place in group.order])
+
+
+def reduce_scatter(x: Tensor, group: AxisGroup) -> Tensor:
+    """This member's equal dim-0 slice of the sum of every member's `x`.
+
+    Sent as one all-to-all and summed locally: on gloo 3 to 4 times faster than its own reduce-scatter, and the same
+    bytes as a ring anywhere.
+    """
+    if group.size == 1:
+        return x
+    parts = list(x.contiguous().chunk(group.size))
+    assert len(parts) == group.size and parts[-1].shape == parts[0].shape, (x.shape, group.size)
+    to_send = [parts[group.order.index(place)] for place in range(group.size)]
+    received = list(torch.empty_like(torch.stack(to_send)).unbind(0))
+    dist.all_to_all(received, to_send, group=group.process_group)
+    return torch.stack(received).sum(0)
+
+
+def my_slice(x: Tensor, group: AxisGroup) -> Tensor:
+    """This member's equal dim-0 slice of a replicated `x`."""
+    assert x.shape[0] % group.size == 0, (x.shape, group.size)
+    return x.chunk(group.size)[group.index] if group.size > 1 else x
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad.clone(), ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        return all_reduce(x.clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grad, ctx.group), None
+
+
+class _ReduceScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.group), None
+
+
+class _SplitTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return my_slice(x, group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.group), None
+
+
+class _GatherReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return my_slice(grad, ctx.group).contiguous(), None
+
+
+def copy_to(x: Tensor, group: AxisGroup) -> Tensor:
+    """Identity; gradients are summed over the group (a replicated input of column-parallel weights)."""
+    return _Copy.apply(x, group) if group.size > 1 else x
+
+
+def reduce_from(x: Tensor, group: AxisGroup) -> Tensor:
+    """Sum over the group; the gradient passes through (the output of row-parallel weights)."""
+    return _Reduce.apply(x, group) if group.size > 1 else x
+
+
+def gather_tokens(x: Tensor, group: AxisGroup) -> Tensor:
+    """`[tokens/n, ...] -> [tokens, ...]`; gradients are summed and split (sequence parallel into column-parallel)."""
+    return _GatherTokens.apply(x, group) if group.size > 1 else x
+
+
+def reduce_scatter_tokens(x: Tensor, group: AxisGroup) -> Tensor:
+    """`[tokens, ...] -> [tokens/n, ...]` of the sum; gradients are gathered (row-parallel into sequence parallel)."""
+    return _ReduceScatterTokens.apply(x, group) if group.size > 1 else x
+
+
+def split_tokens(x: Tensor, group: AxisGroup) -> Tensor:
+    """My `[tokens/n, ...]` of a replicated `x`; gradients are gathered."""
+    return _SplitTokens.apply(x, group) if group.size > 1 else x
+
+
+def gather_replicated(x: Tensor, group: AxisGroup) -> Tensor:
+    """`[tokens/n, ...] -> [tokens, ...]` into a computation that every member does alike: its gradient is split."""
+    return _GatherReplicated.apply(x, group) if group.size > 1 else x

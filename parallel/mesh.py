@@ -1,0 +1,160 @@
+"""Layouts, the grid of ranks they span, and the groups that one rank belongs to.
+
+`Layout` and `Grid` are pure metadata: any rank can work out where every other rank sits. `Mesh` adds the process
+groups of this rank. Nothing here knows of models or weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Callable
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.parallel.world import World
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel degrees of one role: tensor, pipeline and data. Example: `Layout(tp=2, pp=2, dp=1).size == 4`."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+
+
+@dataclass(frozen=True)
+class Coord:
+    """A rank's place in a grid: tensor index, data-parallel replica, pipeline stage."""
+
+    tp: int = 0
+    dp: int = 0
+    pp: int = 0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which global rank sits at which coordinate: `ranks` in coordinate order, tp fastest, then dp, then pp.
+
+    With the default order tensor groups are adjacent ranks (one node) and pipeline stages are the farthest apart
+    (across nodes), as in Megatron-LM. Example: `Grid.of(Layout(tp=2, pp=2)).rank_at(Coord(tp=1, pp=1)) == 3`.
+    """
+
+    layout: Layout
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.ranks) == self.layout.size == len(set(self.ranks)), (self.layout, self.ranks)
+
+    @classmethod
+    def of(cls, layout: Layout) -> Grid:
+        return cls(layout, tuple(range(layout.size)))
+
+    def rank_at(self, coord: Coord) -> int:
+        return self.ranks[coord.tp + self.layout.tp * (coord.dp + self.layout.dp * coord.pp)]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    def coord(self, rank: int) -> Coord:
+        place = self._places[rank]
+        tp, dp = self.layout.tp, self.layout.dp
+        return Coord(tp=place % tp, dp=place // tp % dp, pp=place // (tp * dp))
+
+    def lines(self, key: Callable[[Coord], tuple]) -> list[tuple[int, ...]]:
+        """Ranks grouped by `key` of their coordinate, groups and members in coordinate order."""
+        groups: dict[tuple, list[int]] = {}
+        for rank in self.ranks:
+            groups.setdefault(key(self.coord(rank)), []).append(rank)
+        return [tuple(group) for group in groups.values()]
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """Some ranks in coordinate order, and which of them I am. A group of one has no process group.
+
+    `order[i]` is the place of member i in the process group, which torch keeps sorted by global rank.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    process_group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        places = {rank: place for place, rank in enumerate(sorted(self.ranks))}
+        return tuple(places[rank] for rank in self.ranks)
+
+    @cached_property
+    def is_sorted(self) -> bool:
+        return self.order == tuple(range(self.size))
+
+
+class Mesh:
+    """A grid together with the groups that this rank is in. Making one is a collective call over the whole world.
+
+    Attributes:
+        tp, dp, pp: this rank's groups along each axis; `pp.index` is its stage.
+        replica: all tp x pp ranks that hold one copy of the model.
+        embedding: the first and the last stage of this pipeline; on a middle stage, or with one stage, itself alone.
+        pipe_forward, pipe_backward: the pipeline ranks once for each direction, so that activations and gradients
+            never queue behind one another.
+    """
+
+    def __init__(self, grid: Grid, world: World) -> None:
+        assert grid.layout.size == world.size, (grid.layout, world.size)
+        self.grid = grid
+        self.world = world
+        self.coord = grid.coord(world.rank)
+        self.tp = self._axis(lambda c: (c.dp, c.pp))
+        self.dp = self._axis(lambda c: (c.tp, c.pp))
+        self.pp = self._axis(lambda c: (c.tp, c.dp))
+        self.replica = self._axis(lambda c: (c.dp,))
+        self.pipe_forward = self._axis(lambda c: (c.tp, c.dp), "forward")
+        self.pipe_backward = self._axis(lambda c: (c.tp, c.dp), "backward")
+        last = self.layout.pp - 1
+        self.embedding = self._axis(lambda c: (c.tp, c.dp, 0 if c.pp in (0, last) else c.pp))
+
+    @property
+    def layout(self) -> Layout:
+        return self.grid.layout
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.coord.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coord.pp == self.layout.pp - 1
+
+    def tp_block(self, size: int) -> AxisGroup:
+        """My block of `size` adjacent tensor coordinates (the ranks that replicate one key-value head). Collective."""
+        assert self.layout.tp % size == 0, (self.layout, size)
+        return self._axis(lambda c: (c.tp // size, c.dp, c.pp))
+
+    def _axis(self, key: Callable[[Coord], tuple], purpose: str = "") -> AxisGroup:
+        mine = None
+        for ranks in self.grid.lines(key):
+            process_group = self.world.group(ranks, purpose)
+            if self.world.rank in ranks:
+                mine = AxisGroup(ranks, ranks.index(self.world.rank), process_group)
+        assert mine is not None
+        return mine
