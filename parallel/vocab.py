@@ -1,0 +1,199 @@
+"""Everything that is cut over the vocabulary: embedding, log-probabilities with entropy, and full logits for sampling.
+
+Ranks hold ragged, balanced row ranges; padded vocabulary rows do not exist. Softmax statistics are fp32 at least, from
+logits that were never rounded to a narrower type. Never decides which positions are read: callers pass those rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridflow.parallel.collectives import all_gather, all_reduce, reduce_from, reduce_scatter_tokens
+from hybridflow.parallel.mesh import AxisGroup
+
+# Logits of this many rows x local vocabulary exist at once (128 MiB in fp32), whatever the number of targets.
+LOGITS_AT_ONCE = 1 << 25
+
+
+def vocab_range(vocab_size: int, parts: int, index: int) -> tuple[int, int]:
+    """Half-open row range of part `index`; parts differ by at most one row. `vocab_range(37, 4, 0) == (0, 10)`.
+
+    Raises:
+        ValueError: fewer rows than parts.
+    """
+    if vocab_size < parts:
+        raise ValueError(f"vocab_size {vocab_size} cannot be cut over tp {parts}: use tp <= {vocab_size}")
+    rows, extra = divmod(vocab_size, parts)
+    start = index * rows + min(index, extra)
+    return start, start + rows + (index < extra)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Embedding whose rows are cut over `tp`: `[tokens]` ids -> `[tokens, hidden]`, or `[tokens/tp, hidden]` of my
+    tokens under sequence parallelism. Every id must lie in `[0, vocab_size)`: data is checked where it is read.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: AxisGroup,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        self.start, self.end = vocab_range(vocab_size, tp.size, tp.index)
+        self.weight = nn.Parameter(torch.empty(self.end - self.start, hidden_size, dtype=dtype, device=device))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        row, mine = _local_rows(ids, self.start, self.end)
+        partial = F.embedding(row, self.weight).masked_fill(~mine[:, None], 0.0)
+        return reduce_scatter_tokens(partial, self.tp) if self.sequence_parallel else reduce_from(partial, self.tp)
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    tp: AxisGroup,
+    vocab_size: int,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each target, and the entropy of its distribution, under softmax(hidden W^T / temperature).
+
+    Backward keeps nothing of vocabulary size: it recomputes the local logits and needs one collective, the sum of the
+    gradient of `hidden`.
+
+    Args:
+        hidden: `[targets, hidden]`, equal on every rank of `tp`; its gradient is summed over `tp` here.
+        weight: `[vocab/tp, hidden]`, this rank's `vocab_range` of the head.
+        targets: `[targets]` int64.
+        temperature: > 0; divides the logits.
+        with_entropy: whether to compute the entropy (nats), which is differentiable too.
+    Returns:
+        log-probabilities `[targets]` and entropy `[targets]` (None unless asked for), in fp32, or fp64 for fp64 input.
+    Raises:
+        ValueError: a temperature that is not positive.
+    """
+    if not temperature > 0.0:
+        raise ValueError(f"temperature {temperature} must be > 0 to score tokens (0 means greedy, for sampling only)")
+    start, end = vocab_range(vocab_size, tp.size, tp.index)
+    assert weight.shape[0] == end - start, (weight.shape, start, end)
+    return _TokenLogProbs.apply(hidden, weight, targets, tp, start, temperature, with_entropy)
+
+
+def gather_logits(hidden: Tensor, weight: Tensor, tp: AxisGroup, vocab_size: int) -> Tensor:
+    """Full logits `[rows, vocab]` (fp32, or fp64 for fp64 input) of `hidden` `[rows, hidden]`, on every rank of `tp`.
+
+    For sampling: no gradient passes.
+    """
+    with torch.no_grad():
+        local = _matmul(_operand(hidden), _operand(weight).T)  # [rows, vocab/tp]
+        if tp.size == 1:
+            return local
+        ranges = [vocab_range(vocab_size, tp.size, index) for index in range(tp.size)]
+        widest = max(end - start for start, end in ranges)
+        columns = F.pad(local, (0, widest - local.shape[1])).T  # [widest, rows]: equal shapes for the all-gather
+        parts = all_gather(columns, tp).split(widest)
+        return torch.cat([part[: end - start] for part, (start, end) in zip(parts, ranges, strict=True)]).T
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        tp: AxisGroup,
+        start: int,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        row, mine = _local_rows(targets, start, start + weight.shape[0])
+        peak, sums = _local_statistics(_operand(hidden), _operand(weight), row, mine, temperature)
+        top = all_reduce(peak.clone(), tp, dist.ReduceOp.MAX)
+        # Local sums are relative to the local peak: move them to the global one before adding them up.
+        sums[1] += (peak - top) * sums[0]
+        sums[:2] *= torch.exp(peak - top)
+        total, weighted, target = all_reduce(sums, tp)
+        log_total = total.log()
+        entropy = log_total - weighted / total
+        log_normaliser = top + log_total
+        ctx.save_for_backward(hidden, weight, row, mine, log_normaliser, entropy)
+        ctx.tp, ctx.temperature = tp, temperature
+        return target - log_normaliser, entropy if with_entropy else None
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, row, mine, log_normaliser, entropy = ctx.saved_tensors
+        x, w = _operand(hidden), _operand(weight)
+        grad_x = torch.empty(hidden.shape, dtype=log_normaliser.dtype, device=hidden.device)
+        grad_w = torch.zeros(weight.shape, dtype=log_normaliser.dtype, device=weight.device)
+        for rows in _row_slices(hidden.shape[0], weight.shape[0]):
+            log_p = _matmul(x[rows], w.T).div_(ctx.temperature).sub_(log_normaliser[rows, None])
+            p = log_p.exp()
+            grad = -grad_log_prob[rows, None] * p  # d log p_target / d logits = onehot - p
+            if grad_entropy is not None:  # d entropy / d logits = -p (log p + entropy)
+                grad -= grad_entropy[rows, None] * p * (log_p + entropy[rows, None])
+            grad.scatter_add_(1, row[rows, None], (grad_log_prob[rows] * mine[rows])[:, None])
+            grad = grad.div_(ctx.temperature).to(x.dtype)
+            grad_x[rows] = _matmul(grad, w)
+            grad_w += _matmul(grad.T, x[rows])
+        return all_reduce(grad_x.to(hidden.dtype), ctx.tp), grad_w.to(weight.dtype), None, None, None, None, None
+
+
+def _local_statistics(
+    x: Tensor, w: Tensor, row: Tensor, mine: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Of this rank's logits z: max z `[targets]`, and `[3, targets]`: sum e^(z - max), sum e^(z - max) (z - max), z of
+    the target (0 where another rank has it).
+    """
+    peaks, sums = [], []
+    for rows in _row_slices(x.shape[0], w.shape[0]):
+        z = _matmul(x[rows], w.T).div_(temperature)  # [rows, vocab/tp]
+        target = z.gather(1, row[rows, None])[:, 0] * mine[rows]
+        peak = z.amax(1)
+        z -= peak[:, None]
+        e = z.exp()
+        peaks.append(peak)
+        sums.append(torch.stack([e.sum(1), (e * z).sum(1), target]))
+    return torch.cat(peaks), torch.cat(sums, dim=1)
+
+
+def _local_rows(ids: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """Local row of each id, 0 where the id is another rank's, and which are mine."""
+    mine = (ids >= start) & (ids < end)
+    return (ids - start).masked_fill(~mine, 0), mine
+
+
+def _row_slices(num_rows: int, width: int) -> list[slice]:
+    """Slices of the rows whose logits may exist at once; one empty slice if there are no rows."""
+    step = max(1, LOGITS_AT_ONCE // width)
+    return [slice(first, first + step) for first in range(0, max(num_rows, 1), step)]
+
+
+def _operand(x: Tensor) -> Tensor:
+    """`x` as a factor of `_matmul`: half types stay as they are only where the device can multiply them into fp32."""
+    if x.device.type == "cuda" or x.dtype in (torch.float32, torch.float64):
+        return x
+    return x.float()
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a b in fp32 at least. Logits rounded to bf16 would miss log-probabilities by 5e-2."""
+    if a.dtype in (torch.float32, torch.float64):
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32)
