@@ -1,0 +1,84 @@
+"""Rows go where they are asked for, by the planner's bytes, and come home unchanged."""
+
+import torch
+
+from hybridflow.batch import Batch, move_rows, row_map, split_rows
+from hybridflow.micro_batch import MicroBatch, Sample, TokenColumns
+from hybridflow.parallel.plan import TransferPlan
+from hybridflow.parallel.world import World
+from tests.ranks import run_ranks
+
+LENGTHS = (3, 1, 0, 4, 2, 2, 5, 1, 1, 3)
+
+
+def table(rows: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([[100.0 * row + i, -row] for row in rows for i in range(LENGTHS[row])]).reshape(-1, 2)
+
+
+def test_split_rows_is_balanced_and_complete():
+    assert split_rows(range(10), 4) == [(0, 1, 2), (3, 4, 5), (6, 7), (8, 9)]
+    assert split_rows(range(2), 4) == [(0,), (1,), (), ()]
+
+
+def test_consecutive_rows_are_one_box():
+    shards = row_map(LENGTHS, ((0, 1, 2, 3), (6, 4, 5)), 2).shards
+    assert [s.box.shape for s in shards(0)] == [(8, 2)]
+    assert [(s.box.lo[0], s.box.hi[0], s.offset) for s in shards(1)] == [(12, 17, 0), (8, 12, 10)]
+
+
+def check_moves(world: World) -> None:
+    home = tuple(split_rows(range(10), 4))
+    for wanted in (((9, 0, 5), (), (1, 2, 3), (0, 9)), (tuple(range(10)),) * 4, ((), (), (), (7,))):
+        moved = move_rows(world, LENGTHS, home, wanted, table(home[world.rank]))
+        assert torch.equal(moved, table(wanted[world.rank]))
+        back = move_rows(world, LENGTHS, (tuple(range(10)), (), (), ()), home, table(tuple(range(10)))
+                         if world.rank == 0 else table(()))
+        assert torch.equal(back, table(home[world.rank]))
+
+
+def test_rows_arrive_wherever_they_are_wanted():
+    run_ranks(4, check_moves)
+
+
+def test_replicated_rows_are_not_sent_twice():
+    home = tuple(split_rows(range(10), 4))
+    plan = TransferPlan.between(row_map(LENGTHS, home, 1), row_map(LENGTHS, (tuple(range(10)),) * 4, 1))
+    assert [plan.received_numel(rank) for rank in range(4)] == [
+        sum(LENGTHS) - sum(LENGTHS[row] for row in rows) for rows in home]
+
+
+def check_fetch(world: World) -> list[tuple[int, ...]]:
+    home = ((0, 1), (2,), (), (3,))
+    prompts, responses = [(1, 2), (3,), (4, 5, 6), (7,)], [(8,), (9, 10, 11), (12,), (13, 14)]
+    mine = home[world.rank]
+    columns = TokenColumns(advantages=torch.tensor([float(t) for row in mine for t in responses[row]]))
+    batch = Batch(tuple(map(len, prompts)), tuple(map(len, responses)), (0, 0, 1, 1), home,
+                  tuple(Sample(prompts[row], responses[row]) for row in mine), columns)
+    rows = batch.fetch(world, ((1, 2),) * 2 + ((3, 0),) * 2)
+    wanted = [1, 2] if world.rank < 2 else [3, 0]
+    assert rows.samples == tuple(Sample(prompts[row], responses[row]) for row in wanted)
+    assert rows.columns.advantages.tolist() == [t for row in wanted for t in responses[row]]
+    assert [len(chunk.columns.advantages) for chunk in rows.chunks(1)] == [len(responses[row]) for row in wanted]
+    computed = rows.columns.advantages * 2 if world.rank in (1, 2) else torch.empty(0)
+    back = batch.deliver(world, ((), (1, 2), (3, 0), ()), computed)
+    assert torch.equal(back, columns.advantages * 2)
+
+
+def test_a_role_fetches_rows_and_brings_its_answer_home():
+    run_ranks(4, check_fetch)
+
+
+def test_packing_predicts_each_response_token_from_the_position_before_it():
+    device = torch.device("cpu")
+    packed = MicroBatch.pack([Sample((5, 6), (7, 8, 9)), Sample((1,), (2,))], device=device, multiple_of=4)
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 9, 1, 2, 0]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
+    assert packed.lengths == (5, 2, 1)
+    assert packed.target_index.tolist() == [1, 2, 3, 5] and packed.targets.tolist() == [7, 8, 9, 2]
+    last = MicroBatch.pack_last_tokens([Sample((5, 6), (7,)), Sample((1,), (2,))], device=device, multiple_of=4)
+    assert last.target_index.tolist() == [2, 4]
+
+
+def test_a_replica_without_rows_still_has_a_token_to_run():
+    empty = MicroBatch.pack([], device=torch.device("cpu"), multiple_of=2)
+    assert empty.num_tokens == 2 and empty.targets.numel() == 0 and empty.target_index.numel() == 0
