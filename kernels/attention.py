@@ -1,0 +1,31 @@
+"""Causal softmax attention over rectangles of rows, with grouped key-value heads. Knows tensors only."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each position attends to itself and to what is before it (Vaswani et al. 2017, arXiv 1706.03762, eq. 1).
+
+    Args:
+        q: `[rows, heads, length, head_dim]`.
+        k, v: `[rows, kv_heads, length, head_dim]`; query head i uses key-value head `i // (heads / kv_heads)`.
+
+    Returns:
+        `[rows, heads, length, head_dim]`.
+    """
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same with every score written out, softmax in fp32 or better."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(later, -math.inf).softmax(-1).to(v.dtype) @ v
