@@ -1,0 +1,139 @@
+"""The metrics of a run: what each name means.
+
+Owns the table, as data. It computes nothing and logs nothing. A metric that is not in the table is refused in tests
+and announced once in a run (`metric_log`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hybridflow.observe.phases import Phase
+
+
+@dataclass(frozen=True)
+class MetricInfo:
+    """One row of the table. A name that ends in `*` stands for all names with that start.
+
+    `over` is the denominator: what the value is a mean over, or "-" where it is no mean.
+    Example: `MetricInfo("reward/mean", "reward", "Mean reward of the rollouts.", "samples of the step, all ranks")`.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    over: str
+
+
+_SAMPLES = "samples of the step, all ranks"
+_TOKENS = "trained response tokens of the step, all ranks"
+_UPDATES = "optimizer steps of the step"
+
+_REWARD = (
+    MetricInfo("reward/mean", "reward", "Reward of the rollouts.", _SAMPLES),
+    MetricInfo("reward/std", "reward", "Standard deviation of the rollouts' rewards.", _SAMPLES),
+    MetricInfo("reward/min", "reward", "Least reward of a rollout.", "-"),
+    MetricInfo("reward/max", "reward", "Greatest reward of a rollout.", "-"),
+    MetricInfo("reward/faults_*", "count", "Rollouts that the reward function failed on, by kind of fault. "
+               "They are counted here and never become a silent 0.", "-"),
+    MetricInfo("reward/extra_*", "as given", "Further numbers that the reward function returned.",
+               "samples for which it returned the number"),
+)
+_ROLLOUT = (
+    MetricInfo("rollout/samples", "count", "Rollouts made in the step, all ranks.", "-"),
+    MetricInfo("rollout/prompt_tokens_mean", "tokens", "Length of a prompt.", _SAMPLES),
+    MetricInfo("rollout/response_tokens_mean", "tokens", "Length of a response, the stop token included.", _SAMPLES),
+    MetricInfo("rollout/response_tokens_max", "tokens", "Length of the longest response.", "-"),
+    MetricInfo("rollout/finished_fraction", "fraction", "Rollouts that ended at a stop token, not at the length limit.",
+               _SAMPLES),
+)
+_POLICY = (
+    MetricInfo("policy/loss", "loss", "The actor's loss with every term in it, under the configured reduction.",
+               _UPDATES),
+    MetricInfo("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped.", _TOKENS),
+    MetricInfo("policy/approx_kl", "nats", "KL from the policy that made the rollouts to the updated one (k3).",
+               _TOKENS),
+    MetricInfo("policy/entropy", "nats", "Entropy of the next-token distribution at the sampling temperature.",
+               _TOKENS),
+    MetricInfo("policy/kl_reference", "nats", "KL from the policy to the reference, by the configured estimator.",
+               _TOKENS),
+    MetricInfo("policy/kl_coef", "reward/nat", "Coefficient of the KL to the reference.", "-"),
+    MetricInfo("policy/ratio_mean", "ratio", "Probability under the updated policy over that under the old one.",
+               _TOKENS),
+    MetricInfo("policy/ratio_max", "ratio", "Greatest such ratio of a token.", "-"),
+    MetricInfo("policy/log_prob_gap_mean", "nats", "Absolute difference of a token's log-prob as generated and in the "
+               "training layout, before any update.", _TOKENS),
+    MetricInfo("policy/log_prob_gap_max", "nats", "Greatest such gap of a token. 1e-5 or less in fp32.", "-"),
+    MetricInfo("policy/grad_norm", "norm", "Global L2 norm of the actor's gradient, before clipping.", _UPDATES),
+    MetricInfo("policy/lr", "1", "The actor's learning rate at the last optimizer step.", "-"),
+)
+_CRITIC = (
+    MetricInfo("critic/loss", "loss", "The critic's loss, under the configured reduction.", _UPDATES),
+    MetricInfo("critic/clip_fraction", "fraction", "Tokens whose value was clipped.", _TOKENS),
+    MetricInfo("critic/value_mean", "return", "Value predicted before the update.", _TOKENS),
+    MetricInfo("critic/return_mean", "return", "Return that the critic is trained towards.", _TOKENS),
+    MetricInfo("critic/explained_variance", "fraction", "1 - var(return - value) / var(return). 1 is perfect, 0 is no "
+               "better than the mean return.", _TOKENS),
+    MetricInfo("critic/grad_norm", "norm", "Global L2 norm of the critic's gradient, before clipping.", _UPDATES),
+    MetricInfo("critic/lr", "1", "The critic's learning rate at the last optimizer step.", "-"),
+)
+_ADVANTAGE = (
+    MetricInfo("advantage/mean", "reward", "Advantage before normalisation.", _TOKENS),
+    MetricInfo("advantage/std", "reward", "Standard deviation of the advantages before normalisation.", _TOKENS),
+)
+_SUPERVISED = (
+    MetricInfo("sft/loss", "nats", "Cross-entropy of the target tokens.", "target tokens of the step, all ranks"),
+    MetricInfo("sft/grad_norm", "norm", "Global L2 norm of the gradient, before clipping.", "-"),
+    MetricInfo("sft/lr", "1", "Learning rate of the step.", "-"),
+)
+_RUN = (
+    MetricInfo("eval/accuracy", "fraction", "Held-out prompts answered right (full reward) by greedy decoding.",
+               "held-out prompts"),
+    MetricInfo("time/step", "s", "Wall time of the step on rank 0, evaluation left out.", "-"),
+    *(MetricInfo(f"time/{phase.value}", "s", f"Wall time of the phase `{phase.value}` on rank 0, phases inside it left "
+                 "out.", "-") for phase in Phase if phase is not Phase.EVALUATE),
+    MetricInfo("time/evaluate", "s", "Wall time of the evaluation on rank 0, everything in it included.", "-"),
+    MetricInfo("perf/tokens_per_second", "tokens/s", "Prompt and response tokens of the step's samples, all ranks; the "
+               "prompt counts once a sample.", "time/step"),
+    MetricInfo("perf/samples_per_second", "samples/s", "Samples of the step, all ranks.", "time/step"),
+    MetricInfo("reshard/received_bytes", "bytes", "Weight bytes received in the step's reshards, all ranks.", "-"),
+    MetricInfo("reshard/seconds", "s", "Wall time of the step's reshards, the slowest rank's.", "-"),
+    MetricInfo("train/skipped_steps", "count", "Optimizer steps skipped for a non-finite gradient norm, since the "
+               "start.", "-"),
+)
+
+METRICS: tuple[MetricInfo, ...] = (*_REWARD, *_ROLLOUT, *_POLICY, *_CRITIC, *_ADVANTAGE, *_SUPERVISED, *_RUN)
+
+
+def find_metric(name: str) -> MetricInfo | None:
+    """The row that covers `name`; None where the table has none."""
+    for info in METRICS:
+        if info.name == name or (info.name.endswith("*") and name.startswith(info.name[:-1])):
+            return info
+    return None
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse metrics that the table does not know.
+
+    Raises:
+        ValueError: a name is not in the table; all such names and the nearest known ones are listed.
+    """
+    unknown = [name for name in names if find_metric(name) is None]
+    if unknown:
+        raise ValueError("; ".join(unknown_sentence(name) for name in unknown))
+
+
+def unknown_sentence(name: str) -> str:
+    """What to tell someone who logs `name`, which the table does not know."""
+    near = difflib.get_close_matches(name, [info.name for info in METRICS], n=1)
+    hint = f"did you mean {near[0]!r}? Else" if near else "if it is meant,"
+    return f"metric {name!r} is not in the table: {hint} add it to hybridflow/observe/metric_names.py"
+
+
+def describe() -> str:
+    """The table in Markdown, for the documentation."""
+    rows = [f"| `{info.name}` | {info.unit} | {info.meaning} | {info.over} |" for info in METRICS]
+    return "\n".join(["| metric | unit | meaning | over |", "| --- | --- | --- | --- |", *rows])
