@@ -272,8 +272,8 @@ def _check_ends(schedule: Schedule) -> None:
                     queues.setdefault((stage, FLOW[action.kind]), []).append(action)
                 places[stage] += 1
                 moved = True
-    stuck = [f"{actions[at]} on stage {stage}" for stage, (actions, at) in enumerate(zip(schedule.stages, places))
-             if at < len(actions)]
+    stuck = [f"{actions[places[stage]]} on stage {stage}" for stage, actions in enumerate(schedule.stages)
+             if places[stage] < len(actions)]
     stuck += [f"{queue[0]} on stage {stage}" for (stage, _), queue in queues.items() if queue]
     if stuck:
         raise ValueError(f"the schedule never ends: waiting at {', '.join(stuck)}")

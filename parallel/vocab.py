@@ -107,7 +107,7 @@ def gather_logits(hidden: Tensor, weight: Tensor, tp: AxisGroup, vocab_size: int
         widest = max(end - start for start, end in ranges)
         columns = F.pad(local, (0, widest - local.shape[1])).T  # [widest, rows]: equal shapes for the all-gather
         parts = all_gather(columns, tp).split(widest)
-        return torch.cat([part[: end - start] for part, (start, end) in zip(parts, ranges, strict=True)]).T
+        return torch.cat([part[: end - start] for part, (start, end) in zip(parts, ranges, strict=True)]).T.contiguous()
 
 
 class _TokenLogProbs(torch.autograd.Function):
