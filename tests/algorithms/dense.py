@@ -8,7 +8,7 @@ import numpy as np
 
 def rows(flat, lengths):
     ends = np.cumsum(lengths)
-    return [np.asarray(flat)[end - n : end] for end, n in zip(ends, lengths)]
+    return [np.asarray(flat)[end - n : end] for end, n in zip(ends, lengths, strict=True)]
 
 
 def gae_row(rewards, values, gamma, lam):
@@ -22,8 +22,8 @@ def gae_row(rewards, values, gamma, lam):
 
 def grpo(rewards, groups, by_std, eps=1e-6):
     result = []
-    for reward, group in zip(rewards, groups):
-        peers = np.array([r for r, g in zip(rewards, groups) if g == group])
+    for reward, group in zip(rewards, groups, strict=True):
+        peers = np.array([r for r, g in zip(rewards, groups, strict=True) if g == group])
         if np.all(peers == peers[0]):
             result.append(0.0)
         else:
@@ -53,7 +53,7 @@ def value_token_loss(value, old, target, clip):
 
 def reduce(losses, masks, reduction, constant_length=None):
     """`losses`, `masks`: a list of arrays, one per row of the whole batch."""
-    losses = [loss[mask != 0] for loss, mask in zip(losses, masks)]
+    losses = [loss[mask != 0] for loss, mask in zip(losses, masks, strict=True)]
     losses = [loss for loss in losses if len(loss)]
     if not losses:
         return 0.0

@@ -16,7 +16,7 @@ def randn(n, seed):
 def test_gae_equals_the_double_sum(gamma, lam):
     rewards, values = randn(sum(LENGTHS), 1), randn(sum(LENGTHS), 2)
     advantages, returns = gae(rewards, values, LENGTHS, gamma=gamma, lam=lam)
-    pairs = zip(dense.rows(rewards, LENGTHS), dense.rows(values, LENGTHS))
+    pairs = zip(dense.rows(rewards, LENGTHS), dense.rows(values, LENGTHS), strict=True)
     expected = np.concatenate([dense.gae_row(r, v, gamma, lam) for r, v in pairs])
     np.testing.assert_allclose(advantages.numpy(), expected, rtol=0, atol=1e-9)
     np.testing.assert_allclose(returns.numpy(), expected + values.numpy(), rtol=0, atol=1e-9)
@@ -35,7 +35,7 @@ def test_gae_by_hand():
 def test_gae_is_the_same_for_every_cut_into_batches_of_rows():
     rewards, values = randn(sum(LENGTHS), 1), randn(sum(LENGTHS), 2)
     whole, _ = gae(rewards, values, LENGTHS, gamma=0.99, lam=0.95)
-    pieces = zip(rewards.split(LENGTHS), values.split(LENGTHS), LENGTHS)
+    pieces = zip(rewards.split(LENGTHS), values.split(LENGTHS), LENGTHS, strict=True)
     apart = torch.cat([gae(r, v, (n,), gamma=0.99, lam=0.95)[0] for r, v, n in pieces])
     torch.testing.assert_close(whole, apart, rtol=0, atol=1e-12)
 
@@ -46,7 +46,7 @@ def test_gae_skips_tokens_that_are_no_actions():
     mask[:5] = 0  # a row without any action
     poisoned = torch.where(mask != 0, rewards, float("nan"))
     advantages, returns = gae(poisoned, values, LENGTHS, gamma=0.99, lam=0.95, mask=mask)
-    for a, r, v, m in zip(*(dense.rows(x, LENGTHS) for x in (advantages, rewards, values, mask))):
+    for a, r, v, m in zip(*(dense.rows(x, LENGTHS) for x in (advantages, rewards, values, mask)), strict=True):
         np.testing.assert_allclose(a[m != 0], dense.gae_row(r[m != 0], v[m != 0], 0.99, 0.95), rtol=0, atol=1e-9)
         assert (a[m == 0] == 0).all()
     assert returns[mask == 0].tolist() == values[mask == 0].tolist()
@@ -90,7 +90,7 @@ def test_whitening_does_not_depend_on_the_cut():
     x, mask = randn(100, 5) * 3 + 1e3, (randn(100, 6) > 0).double()
     poisoned = torch.where(mask != 0, x, float("nan"))
     cuts = (1, 40, 0, 59)
-    sums = sum(moment_sums(a, m) for a, m in zip(poisoned.split(cuts), mask.split(cuts)))
+    sums = sum(moment_sums(a, m) for a, m in zip(poisoned.split(cuts), mask.split(cuts), strict=True))
     mean, variance = mean_and_variance(sums)
     kept = x[mask != 0].numpy()
     result = whiten(poisoned, mask, mean=mean, variance=variance)
