@@ -60,7 +60,8 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward", (Line("reward/mean", "mean reward", BLUE), Line("eval/accuracy", "held-out accuracy", ORANGE, True))),
+    Panel("Reward", (Line("reward/mean", "mean reward", BLUE),
+                     Line("eval/accuracy", "held-out accuracy", ORANGE, dots=True))),
     Panel("KL (nats per token)", (Line("policy/kl_reference", "to the reference", BLUE),
                                   Line("policy/approx_kl", "of the update", ORANGE))),
     Panel("Entropy (nats per token)", (Line("policy/entropy", "policy", BLUE),)),
@@ -143,7 +144,7 @@ def _draw_lines(ax: Axes, lines: Sequence[Line], records: Sequence[MetricRecord]
 
 
 def _draw_step_time(ax: Axes, records: Sequence[MetricRecord]) -> None:
-    timed = [record for record in records if "time/step" in record]
+    timed = [record for record in records if "time/step" in record and record["time/step"] is not None]
     phases = [phase for phase in PHASE_COLOURS if any(_seconds(record, phase) > 0 for record in timed)]
     _dress(ax, "Step time (s), evaluation left out")
     if not phases:
@@ -176,7 +177,7 @@ def _limit_step_time(ax: Axes, timed: Sequence[MetricRecord]) -> None:
 
 def _seconds(record: MetricRecord, phase: Phase) -> float:
     name = f"time/{phase.value}"
-    return record[name] if name in record else 0.0
+    return record[name] if name in record and record[name] is not None else 0.0
 
 
 def _say_empty(ax: Axes) -> None:
@@ -199,8 +200,8 @@ def _dress(ax: Axes, title: str) -> None:
 
 def _dress_twin(ax: Axes, twin: Axes, panel: Panel) -> None:
     """Two scales: each axis takes the colour of its line and says which one it is."""
-    for axis, side, label, colour in ((ax, "left", panel.left_label, panel.left[0].colour),
-                                      (twin, "right", panel.right_label, panel.right[0].colour)):
+    for axis, label, colour in ((ax, panel.left_label, panel.left[0].colour),
+                                (twin, panel.right_label, panel.right[0].colour)):
         axis.set_ylabel(label, color=colour)
         axis.tick_params(axis="y", colors=colour, labelsize=9, length=3)
     for side in ("top", "left", "bottom"):

@@ -49,13 +49,15 @@ def _mean(values: Sequence[float]) -> float:
 def _length(records: Sequence[MetricRecord]) -> str:
     steps = "1 step" if len(records) == 1 else f"{len(records)} steps"
     seconds = math.fsum(_values(records, "time/step")) + math.fsum(_values(records, "time/evaluate"))
-    return f"{steps} took {duration(seconds)}." if seconds > 0 else f"{steps} were made."
+    return f"{steps} took {duration(seconds)}." if seconds > 0 else f"The run made {steps}."
 
 
 def _went(records: Sequence[MetricRecord], metric: str, words: str) -> str:
     values = _values(records, metric)
     if not values:
         return ""
+    if len(values) == 1:
+        return f"{words} was {values[0]:.3f}."
     if len(values) < 2 * END_STEPS:
         return f"{words} went from {values[0]:.3f} to {values[-1]:.3f}."
     first, last = _mean(values[:END_STEPS]), _mean(values[-END_STEPS:])
@@ -68,7 +70,10 @@ def _accuracy(records: Sequence[MetricRecord]) -> str:
         return ""
     first, last = evaluated[0]["eval/accuracy"], evaluated[-1]["eval/accuracy"]
     best = max(evaluated, key=lambda record: record["eval/accuracy"])
-    where = "" if best["eval/accuracy"] == last else f", and was best at step {best['step']} ({best['eval/accuracy']:.3f})"
+    top = best["eval/accuracy"]
+    if len(evaluated) == 1:
+        return f"Held-out greedy accuracy was {last:.3f}."
+    where = "" if top == last else f", and was best at step {best['step']} ({top:.3f})"
     return f"Held-out greedy accuracy went from {first:.3f} to {last:.3f}{where}."
 
 
@@ -108,9 +113,9 @@ def _trouble(records: Sequence[MetricRecord]) -> str:
     nulls = sum(value is None for record in records for value in record.values())
     parts = []
     if skipped and skipped[-1] > 0:
-        parts.append(f"{skipped[-1]:.0f} optimizer steps were skipped for a non-finite gradient norm")
+        parts.append(f"optimizer steps skipped for a non-finite gradient norm: {skipped[-1]:.0f}")
     if faults > 0:
-        parts.append(f"the reward function failed on {faults:.0f} rollouts")
+        parts.append(f"rollouts that the reward function failed on: {faults:.0f}")
     if nulls > 0:
-        parts.append(f"{nulls} logged values were not finite")
+        parts.append(f"logged values that were not finite: {nulls}")
     return f"Look into this: {'; '.join(parts)}." if parts else ""
