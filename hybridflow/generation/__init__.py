@@ -1,0 +1,1 @@
+"""Generation: key-value cached sampling in the generation layout, one replica at a time."""

@@ -1,0 +1,80 @@
+"""Which waiting samples enter the batch next, and how they share prefills and caches. Pure planning: no tensors.
+
+Whatever is decided here changes speed and memory only, never a token (rule 4 of the design).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Sequence
+
+from hybridflow.generation.records import Prompt
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be at work at once. Example: `Limits(max_rows=128, max_prefill_tokens=8192)`.
+
+    Attributes:
+        max_rows: rows that decode together.
+        max_prefill_tokens: prompt tokens of one prefill; a single longer prompt is still taken, alone.
+    """
+
+    max_rows: int
+    max_prefill_tokens: int
+
+
+@dataclass(frozen=True)
+class SharedPrompt:
+    """A distinct prompt and the requests that continue it. Example: `SharedPrompt((5, 9), (3, 0))`."""
+
+    ids: tuple[int, ...]
+    requests: tuple[int, ...]
+
+
+def waiting_order(prompts: Sequence[Prompt]) -> list[int]:
+    """Indices of `prompts`, longest prompt first, equal prompts side by side.
+
+    So neighbours have similar lengths, and a lack of memory shows at the start.
+    """
+    return sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].ids), prompts[i].ids, i))
+
+
+def should_admit(num_waiting: int, num_running: int, limits: Limits) -> bool:
+    """Whether to prefill now: when a quarter of the batch is free, or all that waits fits, so that prefills are few."""
+    free = limits.max_rows - num_running
+    return 0 < min(num_waiting, -(-limits.max_rows // 4)) <= free
+
+
+def admit(waiting: Sequence[int], prompts: Sequence[Prompt], free: int, limits: Limits) -> list[SharedPrompt]:
+    """The first of `waiting` that fit into `free` rows and one prefill, as distinct prompts.
+
+    A prompt whose samples do not all fit is left for later, unless it would be the only one.
+    """
+    cohort: list[SharedPrompt] = []
+    rows = tokens = 0
+    for ids, group in groupby(waiting, key=lambda i: prompts[i].ids):
+        requests = tuple(group)
+        overfull = rows + len(requests) > free or tokens + len(ids) > limits.max_prefill_tokens
+        if cohort and overfull:
+            break
+        cohort.append(SharedPrompt(ids, requests[:free]))
+        rows += len(requests)
+        tokens += len(ids)
+    return cohort
+
+
+def similar_lengths(cohort: Sequence[SharedPrompt]) -> list[list[SharedPrompt]]:
+    """Cut a cohort, longest first, into runs that share one cache.
+
+    In a run no prompt is more than a quarter (or 16 tokens) shorter than the longest: more runs would save less
+    masked work than their extra calls cost.
+    """
+    runs: list[list[SharedPrompt]] = []
+    for prompt in cohort:
+        longest = len(runs[-1][0].ids) if runs else 0
+        if not runs or longest - len(prompt.ids) > max(16, longest // 4):
+            runs.append([])
+        runs[-1].append(prompt)
+    return runs
