@@ -1,0 +1,126 @@
+"""Every number of a batch, derived from the config and the number of ranks, and the lines that a run prints at start.
+
+Pure arithmetic; nothing here decides how rows are dealt out (`data` and the engines do), it says what will come of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridflow.config.layouts import Role, generation_layout, layout_key, role_layout, roles
+from hybridflow.config.model_schema import LayoutConfig
+from hybridflow.config.schema import Config
+
+
+@dataclass(frozen=True)
+class BatchMath:
+    """The numbers of one step of a role.
+
+    Example: 1024 prompts x 5 samples, global_batch_size 1280, dp 2, micro_batch_size 4 give 4 updates per step, 1280
+    rollouts per update, 640 per replica, 160 micro-batches.
+
+    Attributes:
+        prompts_per_step: prompts of one step, all replicas together; likewise rollouts.
+        rollouts_per_update: rollouts of one optimizer step, all replicas together (global_batch_size).
+        dp: replicas.
+        micro_batch_size: rollouts that one replica runs at once.
+        epochs: passes over a step's rollouts.
+    """
+
+    prompts_per_step: int
+    samples_per_prompt: int
+    rollouts_per_update: int
+    dp: int
+    micro_batch_size: int
+    epochs: int = 1
+
+    @classmethod
+    def of(cls, config: Config, world_size: int, role: Role = Role.ACTOR) -> BatchMath:
+        """The numbers of a role that trains (actor, critic)."""
+        train, dp = config.train, role_layout(config, role, world_size).dp
+        assert dp is not None
+        return cls(config.data.prompts_per_step, config.generation.samples_per_prompt, train.global_batch_size, dp,
+                   train.micro_batch_size, train.epochs_per_rollout)
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return ceil_div(self.rollouts_per_step, self.rollouts_per_update)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of one step of the run."""
+        return self.updates_per_epoch * self.epochs
+
+    @property
+    def last_update(self) -> int:
+        """Rollouts of the last update of an epoch, which may be short; the loss divides by what there is."""
+        return self.rollouts_per_step - (self.updates_per_epoch - 1) * self.rollouts_per_update
+
+    @property
+    def rollouts_per_replica(self) -> int:
+        """Rollouts of one update that the fullest replica trains on."""
+        return ceil_div(self.rollouts_per_update, self.dp)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one update in one replica (gradient accumulation steps)."""
+        return ceil_div(self.rollouts_per_replica, self.micro_batch_size)
+
+    def line(self) -> str:
+        """The derivation in one sentence.
+
+        "1024 prompts x 5 samples = 5120 rollouts per step; 4 updates per step, 1280 rollouts per update, 640 per
+        replica (dp 2), 160 micro-batches of 4."
+        """
+        epochs = f" ({self.updates_per_epoch} x {self.epochs} epochs)" if self.epochs > 1 else ""
+        short = f" (the last has {self.last_update})" if self.last_update != self.rollouts_per_update else ""
+        return (f"{self.prompts_per_step} prompts x {self.samples_per_prompt} samples = {self.rollouts_per_step} "
+                f"rollouts per step; {self.updates_per_step} updates per step{epochs}, "
+                f"{self.rollouts_per_update} rollouts per update{short}, {self.rollouts_per_replica} per replica "
+                f"(dp {self.dp}), {self.micro_batches} micro-batches of {self.micro_batch_size}")
+
+
+def sft_line(config: Config, world_size: int) -> str:
+    """The derivation for `sft`: "100 updates of 64 pairs, 32 per replica (dp 2), 4 micro-batches of 8"."""
+    math = BatchMath.of(config, world_size)
+    return (f"{config.sft.steps} updates of {math.rollouts_per_update} pairs, {math.rollouts_per_replica} per replica "
+            f"(dp {math.dp}), {math.micro_batches} micro-batches of {math.micro_batch_size}")
+
+
+def layout_table(config: Config, world_size: int) -> str:
+    """A line for each role: its degrees on `world_size` ranks, its micro-batches, and the key that says so."""
+    rows = [("role", "tp", "pp", "dp", "sequence parallel", "rows at once", "set by")]
+    for role in roles(config):
+        layout = role_layout(config, role, world_size)
+        rows.append(_row(role.value, layout, _rows_at_once(config, role), layout_key(config, role)))
+        if role is Role.ACTOR:
+            rows.append(_row("actor, generating", generation_layout(config, world_size), "-", "generation.layout"))
+    return aligned(rows)
+
+
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Columns padded to their widest cell, two spaces between them."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def ceil_div(amount: int, parts: int) -> int:
+    """The least whole number that is not below amount / parts. Example: ceil_div(5, 2) == 3."""
+    return -(-amount // parts)
+
+
+def _row(name: str, layout: LayoutConfig, at_once: str, key: str) -> tuple[str, ...]:
+    stages = f"{layout.pp}" + (f" {layout.layers_per_stage}" if layout.layers_per_stage else "")
+    split = "yes" if layout.sequence_parallel else "no"
+    return (name, str(layout.tp), stages, str(layout.dp), split, at_once, key)
+
+
+def _rows_at_once(config: Config, role: Role) -> str:
+    scored = config.train.forward_micro_batch_size or config.train.micro_batch_size
+    trained = f"{config.train.micro_batch_size} trained, " if role in (Role.ACTOR, Role.CRITIC) else ""
+    return f"{trained}{scored} scored"

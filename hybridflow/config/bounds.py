@@ -1,0 +1,78 @@
+"""What one value of a config may be, whatever the others are: a table of bounds and the function that checks it.
+
+Rules between keys are `validate`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from hybridflow.config.faults import Fault
+from hybridflow.config.schema import Config
+
+Test = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A rule for the value of each of `keys`; null is always allowed where the schema allows it."""
+
+    keys: tuple[str, ...]
+    test: Test
+    rule: str
+    choice: str
+
+
+BOUNDS = (
+    Bound(
+        ("train.total_steps", "train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
+         "train.epochs_per_rollout", "train.forward_micro_batch_size", "generation.samples_per_prompt",
+         "generation.max_new_tokens", "generation.reshard_bucket_mb", "algorithm.constant_length", "data.size",
+         "data.prompts_per_step", "data.max_prompt_length", "evaluation.every_steps", "evaluation.prompts",
+         "checkpoint.export_every_steps", "sft.steps"),
+        lambda n: n >= 1, "must be at least 1", "choose 1 or more",
+    ),
+    Bound(
+        ("train.seed", "train.optimizer.warmup_steps", "train.critic_optimizer.warmup_steps", "generation.top_k",
+         "data.test_size", "logging.samples", "logging.trace_step"),
+        lambda n: n >= 0, "must not be negative", "choose 0 or more",
+    ),
+    Bound(
+        ("train.optimizer.lr", "train.critic_optimizer.lr", "train.optimizer.eps", "train.critic_optimizer.eps",
+         "train.optimizer.weight_decay", "train.critic_optimizer.weight_decay", "train.optimizer.min_lr",
+         "train.critic_optimizer.min_lr", "generation.temperature", "algorithm.entropy_coef", "algorithm.kl.coef",
+         "algorithm.value_loss_coef"),
+        lambda x: 0 <= x < float("inf"), "must be a finite number that is not negative", "choose 0 or more",
+    ),
+    Bound(
+        ("train.optimizer.clip_grad_norm", "train.critic_optimizer.clip_grad_norm", "algorithm.value_clip",
+         "algorithm.kl.target", "reward.timeout_s", "algorithm.clip.high"),
+        lambda x: 0 < x < float("inf"), "must be a finite number above 0", "choose a number above 0",
+    ),
+    Bound(("algorithm.clip.low",), lambda x: 0 < x < 1, "must lie between 0 and 1", "choose e.g. 0.2"),
+    Bound(("algorithm.clip.dual",), lambda x: 1 < x < float("inf"), "must be above 1", "choose e.g. 3.0"),
+    Bound(("algorithm.gamma", "algorithm.lam"), lambda x: 0 <= x <= 1, "must lie in [0, 1]", "choose e.g. 1.0"),
+    Bound(("generation.top_p",), lambda x: 0 < x <= 1, "must lie in (0, 1]", "choose 1.0 for no cut"),
+    Bound(("train.optimizer.betas", "train.critic_optimizer.betas"),
+          lambda b: len(b) == 2 and all(0 <= x < 1 for x in b), "must be two numbers in [0, 1)", "choose [0.9, 0.95]"),
+    Bound(("train.zero_stage",), lambda n: n in (0, 1),
+          "weights and gradients are split by tensor and pipeline parallelism here, not by ZeRO", "choose 0 or 1"),
+    Bound(("sft.tokenizer_vocab_size",), lambda n: n >= 16, "is too small for a vocabulary", "choose e.g. 256"),
+)
+
+
+def out_of_bounds(config: Config) -> Iterator[Fault]:
+    """A fault for each value that breaks its own bound."""
+    for bound in BOUNDS:
+        for key in bound.keys:
+            value = value_at(config, key)
+            if value is not None and not bound.test(value):
+                yield Fault(key, value, bound.rule, bound.choice)
+
+
+def value_at(config: Config, key: str) -> Any:
+    """The value of a dotted key, none of whose blocks is null."""
+    return reduce(getattr, key.split("."), config)

@@ -1,0 +1,112 @@
+"""What is wrong with a config, in a form that a person can act on, and all of it at once.
+
+Owns the fault, the error that carries every fault, and the search for the key that was meant. Reads no config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+# Names that other systems give to our keys: the typo `tensor_parallel_szie` should lead to train.layout.tp.
+OTHER_NAMES = {
+    "tensor_parallel_size": "train.layout.tp",
+    "tensor_model_parallel_size": "train.layout.tp",
+    "pipeline_parallel_size": "train.layout.pp",
+    "pipeline_model_parallel_size": "train.layout.pp",
+    "data_parallel_size": "train.layout.dp",
+    "world_size": "train.layout.dp",
+    "learning_rate": "train.optimizer.lr",
+    "critic_lr": "train.critic_optimizer.lr",
+    "max_grad_norm": "train.optimizer.clip_grad_norm",
+    "batch_size": "train.global_batch_size",
+    "ppo_mini_batch_size": "train.global_batch_size",
+    "mini_batch_size": "train.global_batch_size",
+    "ppo_micro_batch_size": "train.micro_batch_size",
+    "ppo_epochs": "train.epochs_per_rollout",
+    "max_steps": "train.total_steps",
+    "rollout_batch_size": "data.prompts_per_step",
+    "train_batch_size": "data.prompts_per_step",
+    "num_generations": "generation.samples_per_prompt",
+    "max_response_length": "generation.max_new_tokens",
+    "max_completion_length": "generation.max_new_tokens",
+    "clip_eps": "algorithm.clip.low",
+    "cliprange": "algorithm.clip.low",
+    "cliprange_value": "algorithm.value_clip",
+    "vf_coef": "algorithm.value_loss_coef",
+    "kl_coef": "algorithm.kl.coef",
+    "beta": "algorithm.kl.coef",
+    "adv_estimator": "algorithm.name",
+    "loss_agg_mode": "algorithm.loss_reduction",
+    "output_dir": "logging.dir",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong.
+
+    Attributes:
+        key: the dotted key, e.g. "train.layout.tp"; of an override that cannot be read, its text.
+        value: what was found there.
+        rule: what it breaks, as a clause: "2 ranks cannot be cut in 3".
+        choice: what would work, as a clause: "choose 1 or 2"; "" where nothing can be named.
+    Example: `str(Fault("train.layout.tp", 3, "does not divide the 8 ranks", "choose 1, 2, 4 or 8"))` is
+    "train.layout.tp = 3: does not divide the 8 ranks; choose 1, 2, 4 or 8".
+    """
+
+    key: str
+    value: object
+    rule: str
+    choice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key} = {shown(self.value)}: {self.rule}" + (f"; {self.choice}" if self.choice else "")
+
+
+class ConfigError(ValueError):
+    """Every fault of a config. `faults` is a tuple of `Fault`; the message has a line for each."""
+
+    def __init__(self, source: str, faults: Iterable[Fault]) -> None:
+        self.source = source
+        self.faults = tuple(faults)
+        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+        super().__init__("\n".join([f"{source}: {count}", *(f"  {fault}" for fault in self.faults)]))
+
+
+def shown(value: object) -> str:
+    """A value as it would be written in YAML, cut where it is long."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def nearest_key(unknown: str, block: Iterable[str], known: Iterable[str]) -> str | None:
+    """The dotted key that was probably meant by the dotted key `unknown`; None where nothing is near.
+
+    Looks in this order: a key of the same block, the same name in another block, a name that other systems use, a
+    similar name anywhere.
+
+    Args:
+        unknown: dotted key as it was written.
+        block: names of the keys of the block it was written in.
+        known: every dotted key of the schema.
+    """
+    prefix, _, name = unknown.rpartition(".")
+    by_name = {}
+    for key in known:
+        by_name.setdefault(key.rpartition(".")[2], key)
+    if same_block := get_close_matches(name, list(block), n=1, cutoff=0.7):
+        return f"{prefix}.{same_block[0]}" if prefix else same_block[0]
+    if name in by_name:
+        return by_name[name]
+    if other := get_close_matches(name, OTHER_NAMES, n=1, cutoff=0.8):
+        return OTHER_NAMES[other[0]]
+    similar = get_close_matches(name, by_name, n=1, cutoff=0.7)
+    return by_name[similar[0]] if similar else None
+
+
+def listed(choices: Iterable[object], conjunction: str = "or") -> str:
+    """"1, 2 or 4"."""
+    words = [str(choice) for choice in choices]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {conjunction} {words[-1]}"

@@ -1,0 +1,71 @@
+"""Which roles a run has, and the layout of each on a world of a given size.
+
+Pure arithmetic on the config; process groups are `parallel`'s. Layouts that do not fit are `validate`'s to report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+
+from hybridflow.config.model_schema import LayoutConfig
+from hybridflow.config.schema import Config
+from hybridflow.config.words import AlgorithmName, KLWhere
+
+
+class Role(Enum):
+    """A model that takes part in a step. Every role has every rank, and they take turns."""
+
+    ACTOR = "actor"
+    CRITIC = "critic"
+    REFERENCE = "reference"
+    REWARD = "reward"
+
+
+def roles(config: Config) -> tuple[Role, ...]:
+    """The roles that this config needs."""
+    has_critic = config.algorithm.name is AlgorithmName.PPO
+    has_reference = config.algorithm.kl.where is not KLWhere.NONE
+    has_reward = config.model.reward_model.path is not None
+    needed = {Role.ACTOR: True, Role.CRITIC: has_critic, Role.REFERENCE: has_reference, Role.REWARD: has_reward}
+    return tuple(role for role in Role if needed[role])
+
+
+def layout_key(config: Config, role: Role) -> str:
+    """The dotted key of the block that gives a role's layout: its own, or train.layout."""
+    own = {
+        Role.ACTOR: ("train.layout", config.train.layout),
+        Role.CRITIC: ("model.critic.layout", config.model.critic.layout),
+        Role.REFERENCE: ("model.reference.layout", config.model.reference.layout),
+        Role.REWARD: ("model.reward_model.layout", config.model.reward_model.layout),
+    }
+    key, layout = own[role]
+    return "train.layout" if layout is None else key
+
+
+def written_layout(config: Config, role: Role) -> LayoutConfig:
+    """A role's layout as written: dp may still be null."""
+    own = {
+        Role.ACTOR: config.train.layout,
+        Role.CRITIC: config.model.critic.layout,
+        Role.REFERENCE: config.model.reference.layout,
+        Role.REWARD: config.model.reward_model.layout,
+    }
+    return own[role] or config.train.layout
+
+
+def role_layout(config: Config, role: Role, world_size: int) -> LayoutConfig:
+    """A role's layout on `world_size` ranks, dp filled in. Example: tp 2, pp 2 on 8 ranks has dp 2."""
+    layout = written_layout(config, role)
+    return replace(layout, dp=world_size // (layout.tp * layout.pp))
+
+
+def generation_layout(config: Config, world_size: int) -> LayoutConfig:
+    """The actor's layout while it generates: one stage, its own tp, the rest replicas."""
+    tp = config.generation.layout.tp
+    return LayoutConfig(tp=tp, dp=world_size // tp)
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors in rising order. Example: 8 has 1, 2, 4, 8."""
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,235 @@
+"""From YAML and `key=value` overrides to a typed `Config`, and back.
+
+Owns reading, types and unknown keys. What values may be together is `validate`'s. Every fault of a config is found
+before the first is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridflow.config.faults import ConfigError, Fault, listed, nearest_key
+from hybridflow.config.schema import Config
+from hybridflow.config.validate import Command, validate
+
+Tree = dict[str, Any]
+
+
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, world_size: int | None = None,
+                command: Command = Command.TRAIN) -> Config:
+    """Read a config from a YAML file (or a nested mapping), with overrides such as "train.layout.tp=2" on top.
+
+    With a `world_size` the values are checked together too (`validate`), so that one error reports every fault.
+
+    Raises:
+        ConfigError: unknown keys, wrong types, faults of the values; all of them.
+    """
+    name = "config" if isinstance(source, Mapping) else str(source)
+    tree, faults = read_tree(source, overrides)
+    config, typing_faults = typed(tree)
+    faults += typing_faults
+    if world_size is not None:
+        reported = {fault.key for fault in faults}
+        faults += [fault for fault in validate(config, world_size, command) if fault.key not in reported]
+    if faults:
+        raise ConfigError(name, faults)
+    return config
+
+
+def read_tree(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[Tree, list[Fault]]:
+    """The keys that a file and the overrides name, interpolations resolved; nothing is typed yet.
+
+    Raises:
+        ConfigError: the file is missing or is not YAML, so that nothing else can be said about it.
+    """
+    tree = OmegaConf.create(dict(source)) if isinstance(source, Mapping) else _read_yaml(Path(source))
+    faults = [fault for override in overrides if (fault := _apply(tree, override)) is not None]
+    merged = OmegaConf.merge(OmegaConf.create(to_tree(Config())), tree)
+    faults += list(_resolve(tree, merged, ""))
+    return OmegaConf.to_container(tree), faults
+
+
+def typed(tree: Tree) -> tuple[Config, list[Fault]]:
+    """The `Config` of a plain tree, and what was wrong; a key that is wrong keeps its default."""
+    faults: list[Fault] = []
+    checked = _checked(Config, tree, "", faults)
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), checked))
+    assert isinstance(config, Config)
+    return config, faults
+
+
+def to_tree(config: Any) -> Tree:
+    """A config as plain dicts, lists and words, as YAML would hold it."""
+    def plain(value: object) -> object:
+        if isinstance(value, Enum):
+            return value.value
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list) else value
+
+    return {key: plain(value) for key, value in asdict(config).items()}
+
+
+def to_yaml(config: Config) -> str:
+    """The whole config as YAML; reading it gives an equal config."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_tree(config)))
+
+
+def known_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the schema, blocks included, in order."""
+    for field, hint in _hints(cls).items():
+        yield prefix + field
+        if (block := _block(hint)) is not None:
+            yield from known_keys(block, f"{prefix}{field}.")
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    if not path.is_file():
+        raise ConfigError(str(path), [Fault("config", path, "no such file", "give the path of a YAML file")])
+    try:
+        tree = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(str(path), [Fault("config", path, f"not YAML: {reason}")]) from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(str(path), [Fault("config", path, "holds a list, not keys")])
+    return tree
+
+
+def _apply(tree: DictConfig, override: str) -> Fault | None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        return Fault(override, text or None, "is not an override", "write key=value, e.g. train.seed=1")
+    try:
+        value = OmegaConf.from_dotlist([f"value={text}"]).value
+        OmegaConf.update(tree, key.strip(), value, force_add=True)
+    except (yaml.YAMLError, OmegaConfBaseException, IndexError, ValueError, TypeError) as error:
+        return Fault(key, text, f"cannot be set: {str(error).splitlines()[0]}")
+    return None
+
+
+def _resolve(tree: Any, merged: Any, prefix: str) -> Iterator[Fault]:
+    """Put values in the place of interpolations such as ${train.seed}, which may name keys that have only a default."""
+    names = list(tree.keys()) if isinstance(tree, DictConfig) else range(len(tree))
+    for name in names:
+        key = f"{prefix}{name}" if isinstance(tree, DictConfig) else f"{prefix[:-1]}[{name}]"
+        if OmegaConf.is_interpolation(tree, name):
+            written = OmegaConf.to_container(tree)[name]
+            try:
+                tree[name] = merged[name]
+            except OmegaConfBaseException as error:
+                tree.pop(name)
+                yield Fault(key, written, f"cannot be resolved: {str(error).splitlines()[0]}")
+        elif OmegaConf.is_config(tree[name]):
+            yield from _resolve(tree[name], merged[name], f"{key}.")
+
+
+def _checked(cls: type, tree: Mapping[Any, Any], prefix: str, faults: list[Fault]) -> Tree:
+    """The entries of `tree` that fit the dataclass `cls`, words turned into enums; the others go to `faults`."""
+    hints, good = _hints(cls), {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if name not in hints:
+            faults.append(_unknown(key, value, hints))
+            continue
+        block = _block(hints[name])
+        if block is not None and isinstance(value, Mapping):
+            good[name] = _checked(block, value, f"{key}.", faults)
+        elif block is not None and isinstance(value, list) and _is_list(hints[name]):
+            good[name] = [_checked(block, item, f"{key}[{i}].", faults) if isinstance(item, Mapping) else item
+                          for i, item in enumerate(value)]
+        else:
+            value = _as_word(hints[name], value)
+            if _fits(cls, name, hints[name], value):
+                good[name] = value
+            else:
+                faults.append(Fault(key, value, f"is not {_described(hints[name])}", _word_hint(hints[name], value)))
+    return good
+
+
+def _unknown(key: str, value: object, block: Mapping[str, Any]) -> Fault:
+    near = nearest_key(key, block, known_keys())
+    return Fault(key, value, "unknown key", f"did you mean {near}?" if near else f"keys here: {', '.join(block)}")
+
+
+def _fits(cls: type, name: str, hint: Any, value: object) -> bool:
+    words = _words(hint)
+    if words is not None and value is not None and not isinstance(value, words):
+        return False  # omegaconf would take the Enum's Python name as well
+    try:
+        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), {name: value}))
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types of a union but None; the type itself where it is no union."""
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(member for member in get_args(hint) if member is not type(None))
+    return (hint,)
+
+
+def _is_list(hint: Any) -> bool:
+    return get_origin(_members(hint)[0]) is list
+
+
+def _block(hint: Any) -> type | None:
+    """The dataclass of a block, of an optional block, or of the elements of a list of blocks; else None."""
+    member = _members(hint)[0]
+    element = get_args(member)[0] if get_origin(member) is list else member
+    return element if is_dataclass(element) else None
+
+
+def _words(hint: Any) -> type[Enum] | None:
+    member = _members(hint)[0]
+    return member if isinstance(member, type) and issubclass(member, Enum) else None
+
+
+def _as_word(hint: Any, value: object) -> object:
+    """The Enum member that a word names. YAML reads a bare no or off as false; there it is the word again."""
+    words = _words(hint)
+    if words is None:
+        return value
+    names = {str(member.value): member for member in words}
+    if isinstance(value, bool):
+        written = ("on", "yes") if value else ("off", "no")
+        return next((names[word] for word in written if word in names), value)
+    return names.get(str(value).lower(), value)
+
+
+def _word_hint(hint: Any, value: object) -> str:
+    words = _words(hint)
+    if words is None:
+        return ""
+    near = nearest_key(str(value).lower(), [str(member.value) for member in words], ())
+    return f"did you mean {near}?" if near else ""
+
+
+def _described(hint: Any) -> str:
+    """A type in words: "an integer or null"."""
+    words = _words(hint)
+    if words is not None:
+        return listed([member.value for member in words])
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    parts = []
+    for member in _members(hint):
+        if get_origin(member) is list:
+            parts.append("a list, each " + _described(get_args(member)[0]))
+        else:
+            parts.append(names.get(member, "a block of keys"))
+    return listed(parts + (["null"] if type(None) in get_args(hint) else []))

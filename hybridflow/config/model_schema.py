@@ -1,0 +1,100 @@
+"""The keys of the `model` block, and of every layout: type, default and, in the line under it, what a key does.
+
+See `schema`, which holds the rest; it checks and derives nothing either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybridflow.config.words import ModelFamily
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """How a role that trains or scores is split. Example: tp 2, pp 2 on 8 ranks leaves dp 2."""
+
+    tp: int = 1
+    """Tensor parallel degree: each weight matrix is cut in this many parts. Keep it inside a node."""
+    pp: int = 1
+    """Pipeline parallel degree: the layers are cut in this many stages. Stages may lie on different nodes."""
+    dp: int | None = None
+    """Data parallel degree: number of replicas. null: what is left, world size / (tp x pp). Checked if given."""
+    sequence_parallel: bool = False
+    """Cut the activations between tensor-parallel layers by tokens: less memory, the same bytes on the wire."""
+    layers_per_stage: list[int] | None = None
+    """Layers of each pipeline stage, for uneven cuts. null: as even as can be."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The shape of a model that starts from random weights."""
+
+    family: ModelFamily = ModelFamily.LLAMA
+    """Architecture: llama | qwen2 | qwen3 (dense)."""
+    vocab_size: int | None = None
+    """Rows of the embedding. null: the size of the tokenizer's vocabulary."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    intermediate_size: int = 344
+    """Width of the SwiGLU layer."""
+    num_layers: int = 4
+    """Decoder layers, over all pipeline stages."""
+    num_heads: int = 4
+    """Query heads, over all tensor-parallel ranks."""
+    num_kv_heads: int | None = None
+    """Key/value heads (grouped-query attention). null: num_heads."""
+    head_dim: int | None = None
+    """Width of one head. null: hidden_size / num_heads."""
+    tie_word_embeddings: bool = False
+    """Use the embedding as the output head."""
+    rope_theta: float = 10000.0
+    """Base of the rotary position embedding."""
+    max_position_embeddings: int = 2048
+    """Longest sequence, prompt and response together."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model of PPO."""
+
+    path: str | None = None
+    """Hugging Face folder of the critic's start. null: the actor's start with a fresh value head."""
+    layout: LayoutConfig | None = None
+    """The critic's own layout. null: train.layout."""
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The frozen copy of the actor's start against which the KL is measured (algorithm.kl.where)."""
+
+    layout: LayoutConfig | None = None
+    """The reference's own layout. null: train.layout."""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A sequence classifier with one output that scores whole rollouts."""
+
+    path: str | None = None
+    """Hugging Face folder (a *ForSequenceClassification with one label). null: rewards come from the reward block."""
+    layout: LayoutConfig | None = None
+    """The reward model's own layout. null: train.layout."""
+
+
+@dataclass(frozen=True)
+class ModelsConfig:
+    """Which models take part, and where they start from."""
+
+    path: str | None = None
+    """Hugging Face folder with the actor's weights. null: random weights of the shape in model.spec."""
+    tokenizer: str | None = None
+    """Hugging Face folder or sentencepiece .model file. null: model.path."""
+    spec: ModelSpec | None = None
+    """Shape of a model that starts from random weights; only where model.path is null."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value model (ppo only)."""
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """The KL reference (only where algorithm.kl.where is not none)."""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """The reward model, if any."""

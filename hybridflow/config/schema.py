@@ -1,0 +1,316 @@
+"""Every key of a configuration: its type, its default and, in the line under it, what it does.
+
+Owns the dataclasses; the `model` block and the layouts are in `model_schema`, the words that a key may hold in `words`.
+It checks nothing beyond types (`validate` does) and derives nothing (`layouts` and `batch_math` do). A YAML file names
+only what differs from here. `describe` makes the table of keys from the lines under them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.config.model_schema import LayoutConfig, ModelsConfig
+from hybridflow.config.words import (
+    AlgorithmName,
+    DataSource,
+    Decay,
+    GymScoring,
+    KLEstimatorName,
+    KLWhere,
+    LossReduction,
+    MixedPrecision,
+    Overlong,
+    ScheduleName,
+    WandbMode,
+)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with fp32 master weights. One step is one global batch."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay rates of the two Adam moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
+    clip_grad_norm: float | None = 1.0
+    """Largest global gradient norm. null: no clipping (the norm is still measured)."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly from 0."""
+    decay: Decay = Decay.CONSTANT
+    """Shape of the rate after the warm-up, down to min_lr at the last optimizer step: constant | linear | cosine."""
+    min_lr: float = 0.0
+    """Where linear and cosine decay end."""
+
+
+@dataclass(frozen=True)
+class CriticOptimizerConfig:
+    """The critic's optimizer: every null field takes the actor's value from train.optimizer."""
+
+    lr: float | None = None
+    """Peak learning rate of the critic. null: the actor's."""
+    betas: list[float] | None = None
+    """Decay rates of the critic's Adam moments. null: the actor's."""
+    eps: float | None = None
+    """The critic's Adam eps. null: the actor's."""
+    weight_decay: float | None = None
+    """The critic's weight decay. null: the actor's."""
+    clip_grad_norm: float | None = None
+    """The critic's largest gradient norm. null: the actor's."""
+    warmup_steps: int | None = None
+    """The critic's warm-up. null: the actor's."""
+    decay: Decay | None = None
+    """The critic's decay. null: the actor's."""
+    min_lr: float | None = None
+    """The critic's last rate. null: the actor's."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Steps, batches, precision and the training layout."""
+
+    seed: int = 0
+    """Seeds everything: random weights, the order of the data, and every sampled token."""
+    total_steps: int = 100
+    """Steps of the run. One step generates a set of rollouts and trains on it."""
+    global_batch_size: int = 64
+    """Rollouts in one optimizer step, over all replicas. `sft`: pairs in one optimizer step."""
+    micro_batch_size: int = 8
+    """Rollouts that one replica runs at once. Memory and speed only: it changes no result."""
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches of one replica in one optimizer step. null: derived. If given, the product must be exact."""
+    epochs_per_rollout: int = 1
+    """Passes over the rollouts of a step."""
+    forward_micro_batch_size: int | None = None
+    """Rollouts that one replica scores at once (log-probs, values, rewards). null: micro_batch_size."""
+    schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
+    """Pipeline schedule: 1f1b (fewer live activations) | gpipe."""
+    zero_stage: int = 1
+    """0: every replica keeps all optimizer states; 1: replicas share them out (reduce-scatter, then all-gather)."""
+    mixed_precision: MixedPrecision = MixedPrecision.NO
+    """Precision of weights and activations: "no" (fp32) | bf16 (fp32 main gradients and master weights) | fp64."""
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    """The actor's training layout, and the default layout of the other roles."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The actor's optimizer."""
+    critic_optimizer: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+    """Where the critic's optimizer differs."""
+
+
+@dataclass(frozen=True)
+class GenerationLayoutConfig:
+    """How the actor is split while it generates."""
+
+    tp: int = 1
+    """Tensor parallel degree of generation; the other ranks are replicas that share out the prompts."""
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How rollouts are sampled."""
+
+    layout: GenerationLayoutConfig = field(default_factory=GenerationLayoutConfig)
+    """The actor's generation layout."""
+    samples_per_prompt: int = 1
+    """Responses drawn for each prompt; a group in grpo."""
+    max_new_tokens: int = 64
+    """Longest response, in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs are measured under it in training too. 0: greedy (not for training)."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens. 0: all."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that hold this probability. 1: all."""
+    stop: list[int | str] = field(default_factory=list)
+    """Token ids, or strings that are one token, which end a response. The end-of-text token always does."""
+    reshard_bucket_mb: int = 64
+    """Largest piece in flight while weights move to the generation layout, in MiB."""
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """The clip range of the policy ratio: [1 - low, 1 + high]."""
+
+    low: float = 0.2
+    """Lower side."""
+    high: float = 0.2
+    """Upper side."""
+    dual: float | None = None
+    """Bound on the loss of tokens with a negative advantage (dual clip; > 1). null: off."""
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    """The penalty on the distance to the reference."""
+
+    where: KLWhere = KLWhere.NONE
+    """none (no reference is held) | reward (subtracted from each token's reward; ppo) | loss (a term of the loss)."""
+    estimator: KLEstimatorName = KLEstimatorName.K1
+    """Per-token estimator (Schulman 2020): k1 | k2 | k3. In the loss, k1 has no useful gradient: use k2 or k3."""
+    coef: float = 0.01
+    """Weight of the penalty; its start where a target is given."""
+    target: float | None = None
+    """KL in nats per rollout that the coefficient is steered to (Ziegler 2019). null: the coefficient is fixed."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """The learning algorithm."""
+
+    name: AlgorithmName = AlgorithmName.PPO
+    """ppo (critic, GAE) | grpo (advantages relative to the other samples of the prompt)."""
+    gamma: float = 1.0
+    """Discount of later rewards (ppo)."""
+    lam: float = 0.95
+    """Lambda of generalised advantage estimation (ppo)."""
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    """Clip range of the policy loss."""
+    value_clip: float | None = 0.2
+    """Clip range of the value loss around the values of the rollout (ppo). null: no clipping."""
+    value_loss_coef: float = 1.0
+    """Factor of the value loss (ppo)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    """The KL penalty."""
+    loss_reduction: LossReduction = LossReduction.TOKEN_MEAN
+    """Weights of tokens: token-mean | seq-mean-token-mean | seq-mean-token-sum | constant-length (see README)."""
+    constant_length: int | None = None
+    """Tokens that constant-length divides a row's sum by. null: generation.max_new_tokens."""
+    normalise_advantages: bool = True
+    """Shift and scale the advantages of a step to mean 0 and variance 1 over all its tokens (ppo)."""
+    grpo_std_normalise: bool = True
+    """Divide the advantages of a group by the standard deviation of its rewards (grpo)."""
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """One reasoning-gym task of a mix."""
+
+    name: str = "chain_sum"
+    """Name of the task in reasoning-gym."""
+    weight: float = 1.0
+    """Share of the mix, relative to the other tasks' weights."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The task's own settings, e.g. {min_terms: 2, max_digits: 2}."""
+    template: str | None = None
+    """This task's prompt_template. null: data.prompt_template."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    source: DataSource = DataSource.REASONING_GYM
+    """reasoning_gym (procedural, no files) | jsonl | parquet."""
+    tasks: list[TaskConfig] = field(default_factory=lambda: [TaskConfig()])
+    """The mix of reasoning-gym tasks (reasoning_gym only)."""
+    train_files: list[str] = field(default_factory=list)
+    """Files of training prompts (jsonl, parquet)."""
+    test_files: list[str] = field(default_factory=list)
+    """Files of held-out prompts (jsonl, parquet). Empty: no evaluation."""
+    size: int = 4096
+    """Different training prompts that are made (reasoning_gym only)."""
+    test_size: int = 256
+    """Different held-out prompts that are made; none of them is a training prompt (reasoning_gym only)."""
+    prompts_per_step: int = 64
+    """Prompts of one step; times generation.samples_per_prompt are its rollouts."""
+    max_prompt_length: int = 256
+    """Longest prompt, in tokens."""
+    overlong: Overlong = Overlong.ERROR
+    """What to do with a longer prompt: error | drop (counted)."""
+    prompt_template: str | None = None
+    """Format string over {question} and {metadata[...]} (reasoning_gym only). null: the question as it stands."""
+    shuffle: bool = True
+    """Shuffle the prompts in each epoch, from train.seed."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Where rewards come from when there is no reward model."""
+
+    function: str | None = None
+    """file.py:function, called with (data_source, solution_str, ground_truth, extra_info). null: the task's scorer."""
+    reasoning_gym: GymScoring = GymScoring.EXACT
+    """Score of a reasoning-gym answer: exact (1 or 0) | partial (the task's own part credit)."""
+    timeout_s: float = 10.0
+    """Longest time for one row's reward; a row that takes longer is counted as timed out and not trained."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What a run leaves behind. metrics.jsonl is always written."""
+
+    dir: str = "runs/default"
+    """Folder of the run: metrics, samples, curve, trace, resolved config, exports."""
+    wandb: WandbMode = WandbMode.OFF
+    """Weights & Biases: offline (no account needed) | online | off."""
+    tensorboard: bool = False
+    """Write TensorBoard files too."""
+    samples: int = 3
+    """Rollouts shown at each step. 0: none."""
+    progress: bool = True
+    """Live progress bar on rank 0 where the output is a terminal; plain lines elsewhere."""
+    trace_step: int | None = None
+    """Step (from 0) of which a Chrome/Perfetto trace is written. null: none."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out greedy accuracy."""
+
+    every_steps: int | None = 10
+    """Evaluate before the first step, every so many steps, and after the last. null: never."""
+    prompts: int = 64
+    """Held-out prompts of one evaluation."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Exports of the actor in Hugging Face's format, under logging.dir."""
+
+    export_at_end: bool = True
+    """Export after the last step."""
+    export_every_steps: int | None = None
+    """Export every so many steps as well. null: no."""
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised warm start: the `sft` command only. It uses the model, train, data and logging blocks too."""
+
+    steps: int = 100
+    """Optimizer steps."""
+    tokenizer_vocab_size: int | None = None
+    """Train a sentencepiece tokenizer of this size on the data if the file model.tokenizer is missing. null: never."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. Example: `load_config("configs/ppo_tiny.yaml", ["train.seed=1"]).train.seed == 1`."""
+
+    model: ModelsConfig = field(default_factory=ModelsConfig)
+    """The models."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Training."""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """Rollouts."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """The algorithm."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Rewards."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """Logs."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluation."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Exports."""
+    sft: SftConfig = field(default_factory=SftConfig)
+    """Supervised warm start."""

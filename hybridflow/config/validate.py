@@ -1,0 +1,200 @@
+"""What the values of a config must be to each other and to the number of ranks. Pure: reads no file and no device.
+
+`validate` returns every fault it finds and raises nothing. What one value may be by itself is in `bounds`, keys that do
+nothing are in `idle`; whether a model's shape fits a layout is `shapes`', whether files exist is `files`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+from hybridflow.config.batch_math import BatchMath
+from hybridflow.config.bounds import out_of_bounds
+from hybridflow.config.faults import Fault, listed
+from hybridflow.config.idle import idle_keys
+from hybridflow.config.layouts import Role, divisors, layout_key, roles, written_layout
+from hybridflow.config.model_schema import LayoutConfig, ModelSpec
+from hybridflow.config.schema import Config
+from hybridflow.config.words import AlgorithmName, DataSource, KLWhere
+
+
+class Command(Enum):
+    """What a config is read for: each command needs other parts of it.
+
+    TRAIN, SFT, GENERATE and EXPORT are the commands of the command line. API is `init_trainer`, where the caller brings
+    the prompts, so that the data block is not read.
+    """
+
+    TRAIN = "train"
+    SFT = "sft"
+    GENERATE = "generate"
+    EXPORT = "export"
+    API = "api"
+
+
+def validate(config: Config, world_size: int, command: Command = Command.TRAIN) -> list[Fault]:
+    """Every fault of `config` for `command` on `world_size` ranks; empty if there is none."""
+    bounds = list(out_of_bounds(config))
+    faults = bounds + list(_models(config, command)) + list(_layouts(config, world_size, command))
+    if not faults:  # the batch numbers below divide by these
+        faults += _batches(config, world_size, command)
+    if command in (Command.TRAIN, Command.API):
+        faults += [*_algorithm(config), *idle_keys(config), *_schedule(config)]
+    if command is not Command.API and command is not Command.EXPORT:
+        faults += _data(config, command)
+    return faults
+
+
+def _models(config: Config, command: Command) -> Iterator[Fault]:
+    model = config.model
+    if model.path is None and model.spec is None:
+        yield Fault("model.path", None, "no model is named",
+                    "give a Hugging Face folder here, or the shape of a new model in model.spec")
+    if model.path is not None and model.spec is not None:
+        yield Fault("model.spec", "{...}", "has no effect where model.path is given", "remove one of the two")
+    if model.path is None and model.tokenizer is None and command is not Command.API:
+        yield Fault("model.tokenizer", None, "a new model brings no tokenizer",
+                    "give a sentencepiece .model file or a Hugging Face folder")
+    if command is Command.EXPORT and model.path is None:
+        yield Fault("model.path", None, "there is nothing to export", "give the folder of a trained model")
+    if model.spec is not None:
+        yield from _spec(model.spec, config)
+
+
+def _spec(spec: ModelSpec, config: Config) -> Iterator[Fault]:
+    counts = {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size, "num_layers": spec.num_layers,
+              "intermediate_size": spec.intermediate_size, "num_heads": spec.num_heads, "head_dim": spec.head_dim,
+              "num_kv_heads": spec.num_kv_heads, "max_position_embeddings": spec.max_position_embeddings}
+    wrong = [Fault(f"model.spec.{name}", count, "must be at least 1", "choose 1 or more")
+             for name, count in counts.items() if count is not None and count < 1]
+    yield from wrong
+    if wrong:
+        return
+    if spec.head_dim is None and spec.hidden_size % spec.num_heads:
+        yield Fault("model.spec.num_heads", spec.num_heads, f"does not divide hidden_size {spec.hidden_size}",
+                    f"choose {listed(_below(spec.hidden_size, spec.num_heads))}, or give head_dim")
+    if spec.num_kv_heads is not None and spec.num_heads % spec.num_kv_heads:
+        yield Fault("model.spec.num_kv_heads", spec.num_kv_heads, f"does not divide num_heads {spec.num_heads}",
+                    f"choose {listed(divisors(spec.num_heads))}")
+    if spec.rope_theta <= 0:
+        yield Fault("model.spec.rope_theta", spec.rope_theta, "must be above 0", "choose e.g. 10000.0")
+    longest = config.data.max_prompt_length + config.generation.max_new_tokens
+    if longest > spec.max_position_embeddings:
+        yield Fault("model.spec.max_position_embeddings", spec.max_position_embeddings,
+                    f"is below data.max_prompt_length {config.data.max_prompt_length} + generation.max_new_tokens "
+                    f"{config.generation.max_new_tokens}", f"choose {longest} or more")
+
+
+def _below(number: int, near: int) -> list[int]:
+    """The divisors of `number` on both sides of `near`."""
+    all_of_it = divisors(number)
+    return [d for d in all_of_it if d < near][-1:] + [d for d in all_of_it if d > near][:1]
+
+
+def _layouts(config: Config, world_size: int, command: Command) -> Iterator[Fault]:
+    trains = command in (Command.TRAIN, Command.API)
+    written = {layout_key(config, role): written_layout(config, role)
+               for role in (roles(config) if trains else (Role.ACTOR,))}
+    for key, layout in written.items():
+        yield from _layout(key, layout, world_size, config.model.spec)
+    tp = config.generation.layout.tp
+    if tp < 1 or world_size % tp:
+        yield Fault("generation.layout.tp", tp, f"world size {world_size} cannot be cut in tp {tp}",
+                    f"choose tp {listed(divisors(world_size))}")
+
+
+def _layout(key: str, layout: LayoutConfig, world_size: int, spec: ModelSpec | None) -> Iterator[Fault]:
+    tp, pp, dp = layout.tp, layout.pp, layout.dp
+    if min(tp, pp) < 1 or world_size % (tp * pp):
+        yield _no_cut(key, tp, pp, world_size)
+    elif dp is not None and tp * pp * dp != world_size:
+        left = world_size // (tp * pp)
+        yield Fault(f"{key}.dp", dp, f"tp {tp} x pp {pp} x dp {dp} is not the world size {world_size}",
+                    f"choose dp {left}, or null")
+    stages = layout.layers_per_stage
+    if stages is None:
+        if spec is not None and spec.num_layers < pp:
+            yield Fault(f"{key}.pp", pp, f"model.spec.num_layers {spec.num_layers} cannot fill {pp} stages",
+                        f"choose pp {spec.num_layers} or less")
+    elif len(stages) != pp or min(stages) < 1:
+        yield Fault(f"{key}.layers_per_stage", stages, f"must name a number of layers for each of the {pp} stages",
+                    "choose null for an even cut")
+    elif spec is not None and sum(stages) != spec.num_layers:
+        yield Fault(f"{key}.layers_per_stage", stages,
+                    f"adds up to {sum(stages)}, not to model.spec.num_layers {spec.num_layers}",
+                    "choose null for an even cut")
+
+
+def _no_cut(key: str, tp: int, pp: int, world_size: int) -> Fault:
+    """The world cannot be cut in tp x pp: blame the degree that can be put right by itself."""
+    valid_tp = [d for d in divisors(world_size) if pp >= 1 and world_size % (d * pp) == 0]
+    valid_pp = [d for d in divisors(world_size) if tp >= 1 and world_size % (d * tp) == 0]
+    rule = f"world size {world_size} cannot be cut in tp {tp} x pp {pp}"
+    if valid_tp:
+        return Fault(f"{key}.tp", tp, rule, f"choose tp {listed(valid_tp)}")
+    if valid_pp:
+        return Fault(f"{key}.pp", pp, rule, f"choose pp {listed(valid_pp)}")
+    return Fault(f"{key}.tp", tp, rule, f"choose tp and pp whose product is {listed(divisors(world_size))}")
+
+
+def _batches(config: Config, world_size: int, command: Command) -> Iterator[Fault]:
+    train, math = config.train, BatchMath.of(config, world_size)
+    steps = train.gradient_accumulation_steps
+    if steps is not None and train.micro_batch_size * steps * math.dp != train.global_batch_size:
+        product = train.micro_batch_size * steps * math.dp
+        exact, rest = divmod(train.global_batch_size, train.micro_batch_size * math.dp)
+        choice = f"choose gradient_accumulation_steps {exact}, or null" if not rest else "choose null"
+        yield Fault("train.gradient_accumulation_steps", steps,
+                    f"micro_batch_size {train.micro_batch_size} x {steps} x dp {math.dp} = {product}, but "
+                    f"global_batch_size is {train.global_batch_size}", f"{choice}, or global_batch_size {product}")
+    if command is Command.TRAIN and train.global_batch_size > math.rollouts_per_step:
+        yield Fault("train.global_batch_size", train.global_batch_size,
+                    f"a step has only {math.prompts_per_step} prompts x {math.samples_per_prompt} samples = "
+                    f"{math.rollouts_per_step} rollouts", f"choose {math.rollouts_per_step} or less")
+
+
+def _algorithm(config: Config) -> Iterator[Fault]:
+    algorithm = config.algorithm
+    if config.generation.temperature == 0:
+        yield Fault("generation.temperature", 0, "greedy samples have no log-probs to train on", "choose e.g. 1.0")
+    if algorithm.name is AlgorithmName.GRPO:
+        if config.generation.samples_per_prompt == 1:
+            yield Fault("generation.samples_per_prompt", 1, "grpo compares the samples of a prompt with each other",
+                        "choose 2 or more")
+        if algorithm.kl.where is KLWhere.REWARD:
+            yield Fault("algorithm.kl.where", "reward", "grpo has one reward a rollout, not one a token",
+                        "choose loss or none")
+    if algorithm.kl.target is not None and algorithm.kl.coef == 0:
+        yield Fault("algorithm.kl.coef", 0, "a coefficient that starts at 0 cannot be steered to algorithm.kl.target",
+                    "choose e.g. 0.01")
+
+
+def _schedule(config: Config) -> Iterator[Fault]:
+    step = config.logging.trace_step
+    if step is not None and step >= config.train.total_steps:
+        yield Fault("logging.trace_step", step, f"the run has only steps 0 to {config.train.total_steps - 1}",
+                    "choose one of these, or null")
+    if not config.logging.dir:
+        yield Fault("logging.dir", config.logging.dir, "a run needs a folder", "choose e.g. runs/default")
+
+
+def _data(config: Config, command: Command) -> Iterator[Fault]:
+    data = config.data
+    if data.source is DataSource.REASONING_GYM:
+        if not data.tasks:
+            yield Fault("data.tasks", [], "no task is named", "choose e.g. [{name: chain_sum}]")
+        for i, task in enumerate(data.tasks):
+            if task.weight <= 0:
+                yield Fault(f"data.tasks[{i}].weight", task.weight, "must be above 0", "choose e.g. 1.0")
+        if config.evaluation.every_steps is not None and config.evaluation.prompts > data.test_size:
+            yield Fault("evaluation.prompts", config.evaluation.prompts,
+                        f"only data.test_size {data.test_size} prompts are held out",
+                        f"choose {data.test_size} or less")
+        return
+    if not data.train_files and command is not Command.GENERATE:
+        yield Fault("data.train_files", [], f"data.source {data.source.value} has no file", "name at least one")
+    judged = config.reward.function is not None or config.model.reward_model.path is not None
+    if command is Command.TRAIN and not judged:
+        yield Fault("reward.function", None, "nothing judges prompts from files",
+                    "give file.py:function, or model.reward_model.path")

@@ -1,0 +1,72 @@
+"""The words that a config may hold, one Enum a key. Strings come in at the edge (`load`) and stop there."""
+
+from enum import Enum
+
+
+class ModelFamily(Enum):
+    LLAMA = "llama"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+
+
+class ScheduleName(Enum):
+    ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
+
+
+class MixedPrecision(Enum):
+    NO = "no"
+    BF16 = "bf16"
+    FP64 = "fp64"
+
+
+class Decay(Enum):
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class AlgorithmName(Enum):
+    PPO = "ppo"
+    GRPO = "grpo"
+
+
+class KLWhere(Enum):
+    NONE = "none"
+    REWARD = "reward"
+    LOSS = "loss"
+
+
+class KLEstimatorName(Enum):
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+class LossReduction(Enum):
+    TOKEN_MEAN = "token-mean"
+    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
+    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
+    CONSTANT_LENGTH = "constant-length"
+
+
+class DataSource(Enum):
+    REASONING_GYM = "reasoning_gym"
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+
+class Overlong(Enum):
+    ERROR = "error"
+    DROP = "drop"
+
+
+class GymScoring(Enum):
+    EXACT = "exact"
+    PARTIAL = "partial"
+
+
+class WandbMode(Enum):
+    OFFLINE = "offline"
+    ONLINE = "online"
+    OFF = "off"
