@@ -1,0 +1,147 @@
+"""Self-attention of one layer on one tensor rank: projections, q/k norms, rotation; and attention over packed rows.
+
+Owns which heads this rank computes and how packed rows become rectangles. How scores are computed is
+`kernels.attention`; a cache of keys and values belongs to generation, which passes its own `Attend`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybridflow.kernels.attention import causal_attention
+from hybridflow.kernels.norm import rms_norm
+from hybridflow.kernels.rope import apply_rope
+from hybridflow.models.config import ModelConfig
+from hybridflow.models.layout import split_heads
+from hybridflow.models.rope import RopeTables
+from hybridflow.parallel.collectives import copy_to, gather_tokens
+from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from hybridflow.parallel.mesh import AxisGroup
+
+
+class Attend(Protocol):
+    """How the queries of a forward see keys and values; `layer` is the layer's index in the whole model."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`q` `[tokens, heads, head_dim]`, `k` and `v` `[tokens, kv_heads, head_dim]` -> like `q` (heads of a rank)."""
+
+
+class PackedCausal:
+    """Attention of a training forward: each row of a packed micro-batch sees itself only.
+
+    Rows are laid into one rectangle `[rows, heads, longest, head_dim]`, padded on the right, where no real query
+    looks. Rows of equal length are a view of the packed tokens and are not copied.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
+        self.rows, self.longest = len(lengths), max(lengths)
+        self.slots: Tensor | None = None  # [tokens] places in the flattened rectangle; None where they are 0, 1, 2, ...
+        if min(lengths) != self.longest:
+            slots = [row * self.longest + place for row, length in enumerate(lengths) for place in range(length)]
+            self.slots = torch.tensor(slots, dtype=torch.int64, device=device)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = causal_attention(self._to_rows(q), self._to_rows(k), self._to_rows(v))
+        flat = out.transpose(1, 2).reshape(self.rows * self.longest, *q.shape[1:])
+        return flat if self.slots is None else _FromSlots.apply(flat, self.slots)
+
+    def _to_rows(self, x: Tensor) -> Tensor:
+        """`[tokens, heads, head_dim] -> [rows, heads, longest, head_dim]`."""
+        flat = x if self.slots is None else _ToSlots.apply(x, self.slots, self.rows * self.longest)
+        return flat.reshape(self.rows, self.longest, *x.shape[1:]).transpose(1, 2)
+
+
+class _ToSlots(torch.autograd.Function):
+    """Scatter into zeros; its gradient is a gather. Slots are distinct, so neither way needs atomic sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        return x.new_zeros(size, *x.shape[1:]).index_copy_(0, slots, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, *ctx.saved_tensors), None, None
+
+
+class _FromSlots(torch.autograd.Function):
+    """Gather; its gradient is a scatter into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.size = x.shape[0]
+        return x.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, *ctx.saved_tensors, grad), None
+
+
+class RMSNorm(nn.Module):
+    """`kernels.norm.rms_norm` with its weight `[size]`, the same on every tensor rank."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class ReplicatedKeyValue(nn.Module):
+    """Query, key and value projections where several tensor ranks hold the same key-value heads.
+
+    Keys and values have their own parameter, because only its gradient is summed over the ranks that replicate it.
+    The input is gathered once for both.
+    """
+
+    def __init__(self, hidden_size: int, q_size: int, kv_size: int, *, bias: bool, tp: AxisGroup,
+                 sequence_parallel: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        alone = AxisGroup((tp.ranks[tp.index],), 0, None)
+        self.q, self.kv = (ColumnParallelLinear(hidden_size, size, bias=bias, tp=alone, sequence_parallel=False,
+                                                dtype=dtype, device=device) for size in (q_size, kv_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = gather_tokens(x, self.tp) if self.sequence_parallel else copy_to(x, self.tp)
+        return torch.cat([self.q(x), self.kv(x)], dim=1)
+
+
+class Attention(nn.Module):
+    """This rank's heads of one layer. Input and output `[tokens, hidden]`, or `[tokens/tp, hidden]` under sequence
+    parallelism."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, tp: AxisGroup, sequence_parallel: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = split_heads(config, tp.size, tp.index)
+        self.head_dim = config.head_dim
+        q_size, kv_size = self.heads.num_q * config.head_dim, 2 * self.heads.num_kv * config.head_dim
+        shared = dict(tp=tp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        if self.heads.kv_replicas == 1:
+            self.qkv = ColumnParallelLinear(config.hidden_size, q_size + kv_size, bias=config.qkv_bias, **shared)
+        else:
+            self.qkv = ReplicatedKeyValue(config.hidden_size, q_size, kv_size, bias=config.qkv_bias, **shared)
+        self.out = RowParallelLinear(q_size, config.hidden_size, bias=config.o_bias, **shared)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None for _ in range(2))
+
+    def forward(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+        num_q, num_kv = self.heads.num_q, self.heads.num_kv
+        qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [tokens, q + 2 kv, head_dim]
+        qk, v = qkv.split([num_q + num_kv, num_kv], dim=1)
+        if self.q_norm is None:
+            q, k = apply_rope(qk, rope.cos, rope.signed_sin).split([num_q, num_kv], dim=1)
+        else:
+            q, k = qk.split([num_q, num_kv], dim=1)
+            q = apply_rope(self.q_norm(q), rope.cos, rope.signed_sin)
+            k = apply_rope(self.k_norm(k), rope.cos, rope.signed_sin)
+        return self.out(attend(self.layer, q, k, v).flatten(1))

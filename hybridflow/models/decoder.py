@@ -1,0 +1,167 @@
+"""The layers of a decoder that one rank computes: a pipeline stage, cut over the tensor axis, with its head.
+
+Owns the forward of a stage. It never initialises, loads or moves weights (see `init`, `hf_import`, `weights`), and
+never talks to another stage: what crosses a stage border is the runner's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridflow.kernels.activation import swiglu
+from hybridflow.micro_batch import MicroBatch
+from hybridflow.models.attention import Attend, Attention, PackedCausal, RMSNorm
+from hybridflow.models.config import Head, ModelConfig
+from hybridflow.models.grad_syncs import stage_grad_syncs
+from hybridflow.models.layout import require_layout
+from hybridflow.models.rope import RopeTables, rope_tables
+from hybridflow.parallel.collectives import gather_replicated
+from hybridflow.parallel.gradients import GradSync
+from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from hybridflow.parallel.mesh import AxisGroup, Mesh
+from hybridflow.parallel.vocab import VocabParallelEmbedding, gather_logits, token_log_probs, vocab_range
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward block; gate and up are one matrix `[gate; up]` on each rank."""
+
+    def __init__(self, config: ModelConfig, *, tp: AxisGroup, sequence_parallel: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        super().__init__()
+        shared = dict(bias=config.mlp_bias, tp=tp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        size = config.intermediate_size // tp.size
+        self.gate_up = ColumnParallelLinear(config.hidden_size, 2 * size, **shared)
+        self.down = RowParallelLinear(size, config.hidden_size, **shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_up(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind its norm, added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, tp: AxisGroup, sequence_parallel: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        super().__init__()
+        shared = dict(tp=tp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.attention = Attention(config, layer, **shared)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.mlp = MLP(config, **shared)
+
+    def forward(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+        x = x + self.attention(self.input_norm(x), rope, attend)
+        return x + self.mlp(self.post_norm(x))
+
+
+class HeadWeight(nn.Module):
+    """The last matrix of a model: `[vocab/tp, hidden]` of a language model, `[1, hidden]` of a value or score head."""
+
+    def __init__(self, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype, device=device))
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """Of each target `[targets]`, fp32 or better: its log-probability, and the entropy there (None unless asked for)."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+class DecoderStage(nn.Module):
+    """Some consecutive layers of a decoder on one tensor rank; parameters are uninitialised until loaded.
+
+    Args:
+        layers: indices in the whole model.
+        sequence_parallel: outside attention and MLP each tensor rank holds its own tokens/tp; the tokens of every
+            micro-batch are then a multiple of tp.
+        with_embedding, with_head: whether this stage takes ids, and whether it ends in the norm and the head.
+
+    Raises:
+        ValueError: the model cannot be cut over the mesh's tensor axis (all reasons).
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, head: Head, *, layers: range, sequence_parallel: bool,
+                 dtype: torch.dtype, with_embedding: bool, with_head: bool) -> None:
+        super().__init__()
+        require_layout(config, mesh.layout, None)
+        self.config, self.head_kind, self.dtype = config, head, dtype
+        self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
+        self.tp = mesh.tp
+        shared = dict(tp=mesh.tp, sequence_parallel=self.sequence_parallel, dtype=dtype, device=mesh.device)
+        self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **shared) if with_embedding else None
+        self.layers = nn.ModuleDict({str(layer): DecoderLayer(config, layer, **shared) for layer in layers})
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, mesh.device) if with_head else None
+        # A tied head beside its embedding has no weight of its own.
+        tied_here = head is Head.LANGUAGE_MODEL and config.tie_word_embeddings and with_embedding
+        own_head = with_head and not tied_here
+        self.head = HeadWeight(self._head_rows(), config.hidden_size, dtype, mesh.device) if own_head else None
+        self._syncs = stage_grad_syncs(self, config, head, mesh, self.sequence_parallel)
+
+    def _head_rows(self) -> int:
+        if self.head_kind is not Head.LANGUAGE_MODEL:
+            return 1
+        start, end = vocab_range(self.config.vocab_size, self.tp.size, self.tp.index)
+        return end - start
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix of the head, which is the embedding's where they are tied on this stage."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def forward_hidden(self, x: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+        """The layers of this stage, and the final norm where it has the head.
+
+        Args:
+            x: `[tokens]` ids on the first stage, else `[tokens, hidden]` (`[tokens/tp, hidden]` under sequence
+                parallelism) of the stage before.
+            position_ids: `[tokens]` of all tokens.
+            attend: sees each layer's heads of this rank.
+
+        Returns:
+            hidden states in the shape of the hidden `x`.
+        """
+        rope = rope_tables(self.config.rope, self.config.head_dim, position_ids, self.dtype)
+        hidden = x if self.embed is None else self.embed(x)
+        for layer in self.layers.values():
+            hidden = layer(hidden, rope, attend)
+        return hidden if self.norm is None else self.norm(hidden)
+
+    def forward(self, x: Tensor, micro_batch: MicroBatch, temperature: float = 1.0,
+                with_entropy: bool = False) -> Tensor | HeadOutput:
+        """This stage on one packed micro-batch.
+
+        Returns:
+            hidden states for the next stage; with the head `HeadOutput` of a language model, or `[targets]` values
+            (fp32 or better), each read at `target_index`.
+        """
+        attend = PackedCausal(micro_batch.lengths, micro_batch.position_ids.device)
+        hidden = self.forward_hidden(x, micro_batch.position_ids, attend)
+        if self.norm is None:
+            return hidden
+        if self.sequence_parallel:
+            hidden = gather_replicated(hidden, self.tp)
+        answers = hidden.index_select(0, micro_batch.target_index)  # [targets, hidden]
+        if self.head_kind is Head.LANGUAGE_MODEL:
+            return HeadOutput(*token_log_probs(answers, self.head_weight, micro_batch.targets, self.tp,
+                                               self.config.vocab_size, temperature, with_entropy))
+        return self.values(answers)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """`[rows, hidden]` after the final norm -> `[rows]` values or scores, in fp32 or better."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return F.linear(hidden.to(wide), self.head_weight.to(wide)).squeeze(1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[rows, hidden]` after the final norm -> `[rows, vocab]` on every tensor rank; no gradient passes."""
+        return gather_logits(hidden, self.head_weight, self.tp, self.config.vocab_size)
+
+    def grad_syncs(self) -> dict[str, GradSync]:
+        """By parameter name: the groups that its gradient is summed over besides dp, and who counts its norm."""
+        return self._syncs

@@ -1,0 +1,71 @@
+"""Reads a Hugging Face folder into the storages of one rank: only this rank's boxes, piece by piece.
+
+Owns what a file must and may contain. Where boxes lie is the shard map's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hybridflow.models.config import ModelConfig
+from hybridflow.models.init import init_shard
+from hybridflow.models.safetensors_files import read_header, tensor_files
+from hybridflow.models.weights import LM_HEAD, SCORE_HEAD, VALUE_HEAD
+from hybridflow.parallel.box import Shard
+from hybridflow.parallel.shard_map import ShardMap
+
+PIECE_NUMEL = 1 << 24  # at most this many numbers are read at once
+HEADS = (LM_HEAD, VALUE_HEAD, SCORE_HEAD)
+
+
+@torch.no_grad()
+def load_hf(path: str | Path, storages: dict[str, Tensor], shard_map: ShardMap, rank: int, config: ModelConfig,
+            seed: int = 0) -> bool:
+    """Fill every storage of `rank` from the safetensors files of `path`, cast to the storages' dtype.
+
+    Heads of another kind in the files are left out. A value head that they lack starts fresh from `seed`, the same in
+    every layout.
+
+    Returns:
+        whether a value head started fresh.
+    Raises:
+        ValueError: tensors that are missing, unknown or of another shape (all are listed), or no such files.
+    """
+    folder = Path(path)
+    files = tensor_files(folder)
+    fresh = VALUE_HEAD in shard_map.shapes and VALUE_HEAD not in files
+    _check(folder, files, shard_map.shapes, {VALUE_HEAD} if fresh else set())
+    by_file: dict[Path, list[Shard]] = defaultdict(list)
+    for shard in shard_map.shards(rank):
+        if fresh and shard.box.name == VALUE_HEAD:
+            init_shard(storages, shard, shard_map.shapes[VALUE_HEAD], seed, config)
+        else:
+            by_file[files[shard.box.name]].append(shard)
+    for file, shards in by_file.items():
+        with safe_open(str(file), framework="pt") as tensors:
+            for shard in shards:
+                _read(tensors, shard, storages)
+    return fresh
+
+
+def _read(tensors: Any, shard: Shard, storages: dict[str, Tensor]) -> None:
+    stored = tensors.get_slice(shard.box.name)
+    for part in shard.box.cut(PIECE_NUMEL):
+        shard.view(storages, part).copy_(stored[part.slices])
+
+
+def _check(folder: Path, files: dict[str, Path], shapes: dict[str, tuple[int, ...]], fresh: set[str]) -> None:
+    found = {name: tuple(entry["shape"]) for file in set(files.values()) for name, entry in read_header(file).items()}
+    faults = [f"{name}: missing" for name in shapes if name not in found and name not in fresh]
+    faults += [f"{name}: shape {found[name]}, and config.json says {shape}"
+               for name, shape in shapes.items() if name in found and found[name] != shape]
+    faults += [f"{name}: not a tensor of this architecture" for name in sorted(found)
+               if name not in shapes and name not in HEADS and not name.endswith("rotary_emb.inv_freq")]
+    if faults:
+        raise ValueError(f"{folder}: {len(faults)} faults in its tensors: {'; '.join(faults[:8])}")
