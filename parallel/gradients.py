@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hybridflow.parallel.collectives import all_reduce, reduce_scatter
+from hybridflow.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from hybridflow.parallel.mesh import AxisGroup
 
 ALIGNMENT = 32  # elements: every shard starts on a 128-byte line in fp32
+PIECE = 1 << 24  # elements of a bucket in one collective that needs a copy: bounds the extra memory to some 64 MiB
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,23 @@ class Bucket:
         """The parameters of this rank's share, as a view."""
         return self.params[self.start : self.end]
 
+    def reduce_over(self, dp: AxisGroup, sharded: bool) -> None:
+        """Sum the gradients over `dp`: everything in place, or each rank its own share."""
+        if not sharded:
+            all_reduce(self.grads, dp)
+            return
+        for piece in self._pieces(dp):
+            self.my_grads[piece].copy_(reduce_scatter(self.grads.view(dp.size, -1)[:, piece].flatten(), dp))
+
+    def gather_params(self, dp: AxisGroup) -> None:
+        """Give every rank of `dp` the parameters of every share."""
+        for piece in self._pieces(dp):
+            self.params.view(dp.size, -1)[:, piece] = all_gather(self.my_params[piece], dp).view(dp.size, -1)
+
+    def _pieces(self, dp: AxisGroup) -> list[slice]:
+        share, step = self.end - self.start, max(1, PIECE // dp.size)
+        return [slice(first, min(first + step, share)) for first in range(0, share, step)]
+
     def counted_ranges(self) -> list[tuple[int, int]]:
         """Ranges of `my_grads` that this rank counts in the norm, neighbours merged (padding between them is zero)."""
         ranges: list[tuple[int, int]] = []
@@ -155,10 +173,7 @@ class MainGrads:
         assert not self._is_reduced, "gradients are reduced once a step: call zero() first"
         self._is_reduced = True
         for bucket in self.buckets:
-            if self.sharded:
-                bucket.my_grads.copy_(reduce_scatter(bucket.grads, self.dp))
-            else:
-                all_reduce(bucket.grads, self.dp)
+            bucket.reduce_over(self.dp, self.sharded)
             self._count(bucket.grads, self.dp)
             for group in bucket.groups:
                 all_reduce(bucket.my_grads, group)

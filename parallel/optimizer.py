@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from hybridflow.parallel.collectives import all_gather, all_reduce
+from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.gradients import Bucket, MainGrads
 from hybridflow.parallel.mesh import AxisGroup
 
@@ -156,7 +156,7 @@ class ShardedAdamW:
             if master.data_ptr() != bucket.my_params.data_ptr():
                 bucket.my_params.copy_(master.data)
             if self.grads.sharded:
-                bucket.params.copy_(all_gather(bucket.my_params, self.grads.dp))
+                bucket.gather_params(self.grads.dp)
 
 
 def _master(bucket: Bucket) -> nn.Parameter:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from hybridflow.parallel import gradients
 from hybridflow.parallel.gradients import GradSync, MainGrads
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.world import World
@@ -38,6 +39,9 @@ def all_layouts(world: World) -> None:
         for zero_stage in (0, 1):
             reduced(world, layout, zero_stage, torch.float64, 1e-12)
     reduced(world, Layout(tp=2, dp=2), 1, torch.bfloat16, 1e-1)
+    gradients.PIECE, before = 4 * 7, gradients.PIECE  # 7 elements of each rank at a time
+    reduced(world, Layout(dp=4), 1, torch.float64, 1e-12)
+    gradients.PIECE = before
 
 
 def bytes_reduced(world: World) -> tuple[int, int]:
