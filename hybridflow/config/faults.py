@@ -5,7 +5,7 @@ Owns the fault, the error that carries every fault, and the search for the key t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -73,6 +73,14 @@ class ConfigError(ValueError):
         self.faults = tuple(faults)
         count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
         super().__init__("\n".join([f"{source}: {count}", *(f"  {fault}" for fault in self.faults)]))
+
+
+def require_none(source: str, faults: Sequence[Fault]) -> None:
+    """Raises:
+        ConfigError: with all `faults`, if there are any.
+    """
+    if faults:
+        raise ConfigError(source, faults)
 
 
 def shown(value: object) -> str:

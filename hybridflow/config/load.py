@@ -17,35 +17,28 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridflow.config.faults import ConfigError, Fault, listed, nearest_key
+from hybridflow.config.faults import ConfigError, Fault, listed, nearest_key, require_none
 from hybridflow.config.schema import Config
-from hybridflow.config.validate import Command, validate
 
 Tree = dict[str, Any]
+Source = str | Path | Mapping[str, Any]
 
 
-def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, world_size: int | None = None,
-                command: Command = Command.TRAIN) -> Config:
+def load_config(source: Source, overrides: Sequence[str] = ()) -> Config:
     """Read a config from a YAML file (or a nested mapping), with overrides such as "train.layout.tp=2" on top.
 
-    With a `world_size` the values are checked together too (`validate`), so that one error reports every fault.
+    Only names and types are checked here; `check.checked_config` checks everything.
 
     Raises:
-        ConfigError: unknown keys, wrong types, faults of the values; all of them.
+        ConfigError: every unknown key and every wrong type.
     """
-    name = "config" if isinstance(source, Mapping) else str(source)
     tree, faults = read_tree(source, overrides)
     config, typing_faults = typed(tree)
-    faults += typing_faults
-    if world_size is not None:
-        reported = {fault.key for fault in faults}
-        faults += [fault for fault in validate(config, world_size, command) if fault.key not in reported]
-    if faults:
-        raise ConfigError(name, faults)
+    require_none(source_name(source), faults + typing_faults)
     return config
 
 
-def read_tree(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[Tree, list[Fault]]:
+def read_tree(source: Source, overrides: Sequence[str]) -> tuple[Tree, list[Fault]]:
     """The keys that a file and the overrides name, interpolations resolved; nothing is typed yet.
 
     Raises:
@@ -67,16 +60,18 @@ def typed(tree: Tree) -> tuple[Config, list[Fault]]:
     return config, faults
 
 
-def to_tree(config: Any) -> Tree:
+def to_tree(config: Config) -> Tree:
     """A config as plain dicts, lists and words, as YAML would hold it."""
-    def plain(value: object) -> object:
-        if isinstance(value, Enum):
-            return value.value
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, list) else value
-
     return {key: plain(value) for key, value in asdict(config).items()}
+
+
+def plain(value: object) -> Any:
+    """A value of a config (its dataclasses turned to dicts already) with words in the place of enums."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 def to_yaml(config: Config) -> str:
@@ -84,11 +79,16 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_tree(config)))
 
 
+def source_name(source: Source) -> str:
+    """What to call the config in a message: its path, where it has one."""
+    return "config" if isinstance(source, Mapping) else str(source)
+
+
 def known_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
     """Every dotted key of the schema, blocks included, in order."""
-    for field, hint in _hints(cls).items():
+    for field, hint in field_types(cls).items():
         yield prefix + field
-        if (block := _block(hint)) is not None:
+        if (block := block_of(hint)) is not None:
             yield from known_keys(block, f"{prefix}{field}.")
 
 
@@ -127,7 +127,9 @@ def _resolve(tree: Any, merged: Any, prefix: str) -> Iterator[Fault]:
             try:
                 tree[name] = merged[name]
             except OmegaConfBaseException as error:
-                tree.pop(name)
+                tree[name] = None
+                if isinstance(tree, DictConfig):
+                    tree.pop(name)
                 yield Fault(key, written, f"cannot be resolved: {str(error).splitlines()[0]}")
         elif OmegaConf.is_config(tree[name]):
             yield from _resolve(tree[name], merged[name], f"{key}.")
@@ -135,13 +137,13 @@ def _resolve(tree: Any, merged: Any, prefix: str) -> Iterator[Fault]:
 
 def _checked(cls: type, tree: Mapping[Any, Any], prefix: str, faults: list[Fault]) -> Tree:
     """The entries of `tree` that fit the dataclass `cls`, words turned into enums; the others go to `faults`."""
-    hints, good = _hints(cls), {}
+    hints, good = field_types(cls), {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if name not in hints:
             faults.append(_unknown(key, value, hints))
             continue
-        block = _block(hints[name])
+        block = block_of(hints[name])
         if block is not None and isinstance(value, Mapping):
             good[name] = _checked(block, value, f"{key}.", faults)
         elif block is not None and isinstance(value, list) and _is_list(hints[name]):
@@ -172,7 +174,8 @@ def _fits(cls: type, name: str, hint: Any, value: object) -> bool:
     return True
 
 
-def _hints(cls: type) -> dict[str, Any]:
+def field_types(cls: type) -> dict[str, Any]:
+    """The type of each field of a dataclass."""
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in fields(cls)}
 
@@ -188,7 +191,7 @@ def _is_list(hint: Any) -> bool:
     return get_origin(_members(hint)[0]) is list
 
 
-def _block(hint: Any) -> type | None:
+def block_of(hint: Any) -> type | None:
     """The dataclass of a block, of an optional block, or of the elements of a list of blocks; else None."""
     member = _members(hint)[0]
     element = get_args(member)[0] if get_origin(member) is list else member

@@ -1,0 +1,93 @@
+"""The command line: `python -m hybridflow COMMAND CONFIG [key=value ...]`.
+
+A thin table of commands. It reads and checks the config before anything heavy is imported and before any process group
+exists; a command's own module does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from hybridflow import __version__
+from hybridflow.config.check import checked_config
+from hybridflow.config.describe import key_table
+from hybridflow.config.faults import ConfigError
+from hybridflow.config.validate import Command
+
+EXIT_CONFIG = 2  # argparse's own code for a wrong command line
+OTHERS_WAIT_S = 10.0
+HELP = {
+    Command.TRAIN: "reinforcement learning: generate, score, train, again",
+    Command.SFT: "supervised warm start on the answers of the data",
+    Command.GENERATE: "answer held-out prompts and print the answers",
+    Command.EXPORT: "write the model in Hugging Face's format",
+}
+EPILOGUE = """\
+one process:       python -m hybridflow train configs/ppo_tiny.yaml
+four processes:    torchrun --standalone --nproc-per-node 4 -m hybridflow train configs/ppo_tiny.yaml
+change a key:      ... train.layout.tp=2 train.layout.pp=2 generation.temperature=0.7 logging.dir=runs/hot
+every key:         python -m hybridflow keys
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 0, or 2 for a fault in the command line or the config."""
+    arguments = parser().parse_args(argv)
+    if arguments.command == "keys":
+        print(key_table())
+        return 0
+    command = Command(arguments.command)
+    rank, world_size = launched(os.environ)
+    try:
+        config = checked_config(arguments.config, arguments.overrides, world_size, command)
+    except ConfigError as error:
+        report(error, rank)
+        return EXIT_CONFIG
+    importlib.import_module(f"hybridflow.{command.value}_command").run(config)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of every command."""
+    top = argparse.ArgumentParser(prog="hybridflow", epilog=EPILOGUE, formatter_class=argparse.RawTextHelpFormatter,
+                                  description="3D-parallel RL post-training of language models.")
+    top.add_argument("--version", action="version", version=f"hybridflow {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command, meaning in HELP.items():
+        one = commands.add_parser(command.value, help=meaning, description=meaning, epilog=EPILOGUE,
+                                  formatter_class=argparse.RawTextHelpFormatter)
+        one.add_argument("config", metavar="CONFIG", help="YAML file; it names only what differs from the defaults")
+        one.add_argument("overrides", nargs="*", metavar="key=value", help="keys that differ from the file")
+    commands.add_parser("keys", help="print every key of a config with its default and meaning")
+    return top
+
+
+def report(error: ConfigError, rank: int) -> None:
+    """Print a config's faults once. Rank 0 speaks; its end ends the others, who wait so as not to end it first.
+
+    Who is still there after the wait has a fault that rank 0 has not, such as a file missing on its node alone.
+    """
+    if rank > 0:
+        time.sleep(OTHERS_WAIT_S)
+    print(f"rank {rank}: {error}" if rank > 0 else error, file=sys.stderr, flush=True)
+
+
+def launched(env: Mapping[str, str]) -> tuple[int, int]:
+    """(rank, world size) as torchrun or srun say, torchrun's word first; (0, 1) for a process started alone.
+
+    The same rule as `parallel.world.launched_place`, which also finds the rendezvous but needs torch to be imported.
+    """
+    if "WORLD_SIZE" in env:
+        return int(env.get("RANK", "0")), int(env["WORLD_SIZE"])
+    if "SLURM_PROCID" in env:
+        return int(env["SLURM_PROCID"]), int(env.get("SLURM_NTASKS", "1"))
+    return 0, 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

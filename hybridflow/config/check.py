@@ -1,0 +1,54 @@
+"""The one door through which a config comes: read, typed and checked in every way, or refused with every fault.
+
+Owns the order of the checks and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridflow.config.faults import Fault, require_none
+from hybridflow.config.files import missing_files
+from hybridflow.config.load import Source, Tree, read_tree, source_name, typed
+from hybridflow.config.schema import Config
+from hybridflow.config.shapes import shape_faults
+from hybridflow.config.validate import Command, validate
+
+
+def checked_config(source: Source, overrides: Sequence[str], world_size: int, command: Command) -> Config:
+    """The config of `command` on `world_size` ranks, free of every fault that can be known before the start.
+
+    Raises:
+        ConfigError: unknown keys, wrong types, values that do not go together, and missing files, all in one; then,
+            of a config that has none of these, layouts in which the models cannot be cut.
+    """
+    tree, faults = read_tree(source, overrides)
+    return checked_tree(source_name(source), tree, faults, world_size, command)
+
+
+def checked_tree(name: str, tree: Tree, faults: list[Fault], world_size: int, command: Command) -> Config:
+    """The config of a plain tree, in the reading of which `faults` were found.
+
+    Raises:
+        ConfigError: as `checked_config`.
+    """
+    config, typing_faults = typed(tree)
+    found = faults + typing_faults
+    reported = {fault.key for fault in found}
+    found += [fault for fault in value_faults(config, world_size, command) if fault.key not in reported]
+    require_none(name, found or shape_faults(config, world_size, command))
+    return config
+
+
+def require_valid(name: str, config: Config, world_size: int, command: Command) -> None:
+    """Check a config that was made in Python.
+
+    Raises:
+        ConfigError: as `checked_config`.
+    """
+    require_none(name, value_faults(config, world_size, command) or shape_faults(config, world_size, command))
+
+
+def value_faults(config: Config, world_size: int, command: Command) -> list[Fault]:
+    """Values that do not go together, and missing files."""
+    return [*validate(config, world_size, command), *missing_files(config, command)]

@@ -1,0 +1,63 @@
+"""Whether the files and folders that a config names are there. Looks at the file system and nothing else.
+
+Kept apart from `validate`, which is pure. A file that the command itself will make is not missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridflow.config.faults import Fault
+from hybridflow.config.schema import Config
+from hybridflow.config.validate import Command
+
+
+def missing_files(config: Config, command: Command) -> list[Fault]:
+    """A fault for each file or folder that `command` would read and that is not there."""
+    faults = [*_models(config, command)]
+    if command is Command.EXPORT:
+        return faults
+    faults += _tokenizer(config, command)
+    if command is not Command.API:
+        faults += _data(config)
+    if command in (Command.TRAIN, Command.API):
+        faults += _reward_function(config.reward.function)
+    return faults
+
+
+def _models(config: Config, command: Command) -> Iterator[Fault]:
+    named = {"model.path": config.model.path}
+    if command in (Command.TRAIN, Command.API):
+        named["model.critic.path"] = config.model.critic.path
+        named["model.reward_model.path"] = config.model.reward_model.path
+    for key, path in named.items():
+        if path is not None and not (Path(path) / "config.json").is_file():
+            yield Fault(key, path, "is no folder with a config.json in it",
+                        "give a local folder in Hugging Face's format (models are never downloaded)")
+
+
+def _tokenizer(config: Config, command: Command) -> Iterator[Fault]:
+    path = config.model.tokenizer
+    makes_it = command is Command.SFT and config.sft.tokenizer_vocab_size is not None
+    if path is not None and not makes_it and not Path(path).exists():
+        yield Fault("model.tokenizer", path, "no such file or folder",
+                    "give a sentencepiece .model file or a Hugging Face folder")
+
+
+def _data(config: Config) -> Iterator[Fault]:
+    for key, files in (("data.train_files", config.data.train_files), ("data.test_files", config.data.test_files)):
+        for i, path in enumerate(files):
+            if not Path(path).is_file():
+                yield Fault(f"{key}[{i}]", path, "no such file")
+
+
+def _reward_function(function: str | None) -> Iterator[Fault]:
+    """The last colon parts file from function, so that a path may hold colons too."""
+    if function is None:
+        return
+    file, _, name = function.rpartition(":")
+    if not file or not name.isidentifier():
+        yield Fault("reward.function", function, "is not file.py:function", "write e.g. rewards/maths.py:score")
+    elif not Path(file).is_file():
+        yield Fault("reward.function", function, f"there is no file {file}")
