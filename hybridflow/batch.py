@@ -93,7 +93,7 @@ class Batch:
         prompt_lengths, response_lengths: tokens of every row.
         groups: the prompt's place in the step of every row.
         home: the rows that each rank keeps; `samples` and `columns` are mine.
-        scores: `[rows]` fp64 on every rank, None before rewards were computed.
+        scores: `[rows]` fp64 on every rank, NaN where the reward failed; None before rewards were computed.
 
     Example: two prompts with two samples each on four ranks: every rank is home to one row.
     """
@@ -114,6 +114,10 @@ class Batch:
     def num_tokens(self) -> int:
         """Prompt and response tokens of all rows."""
         return sum(self.prompt_lengths) + sum(self.response_lengths)
+
+    def is_trained(self, row: int) -> bool:
+        """Whether the row has a score (NaN: its reward failed), or none has been computed."""
+        return self.scores is None or not bool(self.scores[row].isnan())
 
     def home_lengths(self, world: World) -> tuple[int, ...]:
         """Response lengths of the rows at home on this rank."""

@@ -1,0 +1,174 @@
+"""The native 3D engine: a decoder on a mesh that answers for packed rows (`ForwardEngine`) and learns (`TrainEngine`).
+
+Owns the stage, its storages and, when it trains, main gradients and optimizer. It knows micro-batches and losses, and
+nothing of rollouts, algorithms or how rows were chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hybridflow.micro_batch import MicroBatch, TokenColumns
+from hybridflow.models.config import Head, ModelConfig
+from hybridflow.models.decoder import DecoderStage, HeadOutput
+from hybridflow.models.hf_import import load_hf
+from hybridflow.models.init import init_weights
+from hybridflow.models.layout import stage_layers
+from hybridflow.models.weights import decoder_shard_map
+from hybridflow.parallel.collectives import all_reduce
+from hybridflow.parallel.gradients import MainGrads
+from hybridflow.parallel.mesh import AxisGroup, Mesh
+from hybridflow.parallel.optimizer import AdamWSettings, LrSchedule, ShardedAdamW, StepInfo
+from hybridflow.parallel.pipeline import Lane, PipelineRunner
+from hybridflow.parallel.schedule import Schedule, forward_only, gpipe, one_f_one_b
+
+Output = HeadOutput | Tensor
+"""What the last stage gives for its targets: log-probs and entropy of a language model; values or scores `[targets]`."""
+Loss = Callable[[Output, TokenColumns], tuple[Tensor, dict[str, Tensor]]]
+"""(output, columns of the same targets) -> (scalar loss, sums to log); both add up over micro-batches and replicas."""
+
+
+class ScheduleKind(Enum):
+    """Which pipeline schedule trains."""
+
+    ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
+
+    def build(self, num_stages: int, num_micro_batches: int) -> Schedule:
+        builder = one_f_one_b if self is ScheduleKind.ONE_F_ONE_B else gpipe
+        return builder(num_stages, num_micro_batches)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine lays out and runs its model.
+
+    Attributes:
+        layers_per_stage: None for an even split.
+        temperature: of the distribution that log-probs and entropy are of.
+    """
+
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    layers_per_stage: tuple[int, ...] | None = None
+    temperature: float = 1.0
+
+
+class ForwardEngine:
+    """A model that only answers: reference, reward model, and the base of what trains.
+
+    Storages hold uninitialised memory until `load` or `draw` fills them.
+    """
+
+    def __init__(self, model: ModelConfig, mesh: Mesh, head: Head, options: EngineOptions) -> None:
+        self.model, self.mesh, self.head, self.options = model, mesh, head, options
+        self.shard_map = decoder_shard_map(model, mesh.grid, head, options.layers_per_stage)
+        self.stage = DecoderStage(
+            model, mesh, head,
+            layers=stage_layers(model.num_layers, mesh.layout.pp, options.layers_per_stage)[mesh.coord.pp],
+            sequence_parallel=options.sequence_parallel, dtype=options.dtype,
+            with_embedding=mesh.is_first_stage, with_head=mesh.is_last_stage,
+        )
+        self.runner = PipelineRunner(self._run_stage, mesh, model.hidden_size, options.dtype, options.sequence_parallel)
+        self._with_entropy = False
+
+    @property
+    def storages(self) -> dict[str, Tensor]:
+        """This rank's weights by storage name, as the shard map names them."""
+        return {name: param.data for name, param in self.stage.named_parameters()}
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a micro-batch must be a multiple of."""
+        return self.mesh.tp.size if self.options.sequence_parallel else 1
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank is the one of its replica whose answers count: last stage, first tensor rank."""
+        return self.mesh.is_last_stage and self.mesh.tp.index == 0
+
+    def draw(self, seed: int) -> None:
+        """Fill the weights at random, the same model for every layout."""
+        init_weights(self.storages, self.shard_map, self.mesh.world.rank, seed, self.model)
+
+    def load(self, folder: str | Path) -> None:
+        """Read this rank's boxes of a Hugging Face folder."""
+        load_hf(folder, self.storages, self.shard_map, self.mesh.world.rank)
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[MicroBatch], trace: Lane | None = None) -> list[Output]:
+        """The answers for each micro-batch on the last stage, [] on the others."""
+        schedule = forward_only(self.mesh.layout.pp, len(micro_batches))
+        return self.runner.run(schedule, list(micro_batches), None, lambda: None, trace)
+
+    def _run_stage(self, x: Tensor, micro_batch: MicroBatch) -> Output | Tensor:
+        return self.stage(x, micro_batch, temperature=self.options.temperature, with_entropy=self._with_entropy)
+
+
+class TrainEngine(ForwardEngine):
+    """A model that learns. One step is `accumulate` on an optimizer batch, then `step`.
+
+    Attributes:
+        version: counts optimizer steps that changed the weights; whoever copies the weights keeps the number.
+    """
+
+    def __init__(self, model: ModelConfig, mesh: Mesh, head: Head, options: EngineOptions, *,
+                 schedule: ScheduleKind, zero_stage: int, adamw: AdamWSettings, lr: LrSchedule) -> None:
+        super().__init__(model, mesh, head, options)
+        self.schedule = schedule
+        self.grads = MainGrads(self.stage, self.stage.grad_syncs(), mesh.dp, zero_stage)
+        self.optimizer = ShardedAdamW(self.grads, mesh.replica, adamw, lr)
+        self.version = 0
+
+    def draw(self, seed: int) -> None:
+        super().draw(seed)
+        self.optimizer.refresh_masters()
+
+    def load(self, folder: str | Path) -> None:
+        super().load(folder)
+        self.optimizer.refresh_masters()
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss, trace: Lane | None = None) -> dict[str, float]:
+        """Run the pipeline schedule over this replica's micro-batches: gradients end up summed and reduced.
+
+        Every rank calls it, also one whose replica has no rows (it gives one empty micro-batch).
+
+        Returns:
+            the loss's sums over all micro-batches and replicas, the same on every rank.
+        """
+        self.optimizer.zero_grad()
+        schedule = self.schedule.build(self.mesh.layout.pp, len(micro_batches))
+        self._with_entropy = True
+        terms = self.runner.run(schedule, list(micro_batches), lambda output, micro: loss(output, micro.columns),
+                                self.grads.reduce, trace)
+        self._with_entropy = False
+        return self._add_up(terms, names=self._names_of(loss, micro_batches[0]))
+
+    def step(self) -> StepInfo:
+        """Apply the reduced gradients. Collective; all ranks step or all skip."""
+        info = self.optimizer.step()
+        self.version += not info.skipped
+        return info
+
+    def _names_of(self, loss: Loss, like: MicroBatch) -> tuple[str, ...]:
+        """What the loss logs, found by asking it about no targets: stages without the head know it too."""
+        nothing = torch.zeros(0, dtype=torch.promote_types(self.options.dtype, torch.float32), device=self.mesh.device)
+        index = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)
+        output = HeadOutput(nothing, nothing) if self.head is Head.LANGUAGE_MODEL else nothing
+        return tuple(loss(output, like.columns.select(index))[1])
+
+    def _add_up(self, terms: list[dict[str, Tensor]], names: tuple[str, ...]) -> dict[str, float]:
+        """Sums over micro-batches and replicas, from the ranks whose answers count."""
+        table = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.device)
+        if self.answers:
+            for sums in terms:
+                table += torch.stack([sums[name].detach().double() for name in names])
+        world = self.mesh.world
+        everyone = AxisGroup(tuple(range(world.size)), world.rank, world.everyone)
+        return dict(zip(names, all_reduce(table, everyone).tolist()))

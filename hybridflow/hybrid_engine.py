@@ -1,0 +1,77 @@
+"""The 3D-HybridEngine: the actor's weights, resharded from the training layout to the generation layout and freed after.
+
+Owns the generation stage's storages and the plan that fills them (HybridFlow, arXiv 2409.19256, section 5). It never
+trains and never samples.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from hybridflow.engine.native import TrainEngine
+from hybridflow.generation.engine import Generator
+from hybridflow.models.config import Head
+from hybridflow.models.decoder import DecoderStage
+from hybridflow.models.weights import decoder_shard_map
+from hybridflow.parallel.mesh import Mesh
+from hybridflow.parallel.plan import TransferPlan, lower_bound_numel
+from hybridflow.parallel.transfer import execute
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What one reshard cost this rank. `lower_bound_bytes` are those of its generation boxes that it did not hold."""
+
+    seconds: float
+    received_bytes: int
+    lower_bound_bytes: int
+
+
+class HybridEngine:
+    """A generator that is lent the train engine's current weights. Making one is collective.
+
+    Example:
+        hybrid.fill()
+        completions = hybrid.generator.generate(prompts, params, seed, expected_version=train.version)
+        hybrid.free()
+
+    Attributes:
+        generator: refuses to generate under any version but the one that was last filled in.
+        last_report: of the last `fill`.
+    """
+
+    def __init__(self, train: TrainEngine, mesh: Mesh, *, bucket_bytes: int) -> None:
+        """`mesh` is the generation mesh; `bucket_bytes` bounds what is in flight while weights move."""
+        self.train, self.mesh, self.bucket_bytes = train, mesh, bucket_bytes
+        self._dtype = train.options.dtype
+        model = train.model
+        dst = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
+        self.plan = TransferPlan.between(train.shard_map, dst)
+        self._lower_bound = lower_bound_numel(train.shard_map, dst, mesh.world.rank) * self._dtype.itemsize
+        self.stage = DecoderStage(model, mesh, Head.LANGUAGE_MODEL, layers=range(model.num_layers),
+                                  sequence_parallel=False, dtype=self._dtype, with_embedding=True, with_head=True)
+        self.stage.requires_grad_(False)
+        self._shapes = {name: param.shape for name, param in self.stage.named_parameters()}
+        self.generator = Generator(self.stage, mesh, model)
+        self.free()
+        self.last_report = ReshardReport(0.0, 0, self._lower_bound)
+
+    def fill(self) -> None:
+        """Reshard the current training weights into the generator. Collective."""
+        started = time.perf_counter()
+        for name, param in self.stage.named_parameters():
+            param.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self.mesh.device)
+        storages = {name: param.data for name, param in self.stage.named_parameters()}
+        stats = execute(self.plan, self.mesh.world, self.train.storages, storages,
+                                       wire_dtype=self._dtype, bucket_bytes=self.bucket_bytes)
+        self.generator.weight_version = self.train.version
+        self.last_report = ReshardReport(time.perf_counter() - started, stats.received_bytes, self._lower_bound)
+
+    def free(self) -> None:
+        """Give the memory of the generation weights back."""
+        for param in self.stage.parameters():
+            param.data = torch.empty(0, dtype=self._dtype, device=self.mesh.device)
+        self.generator.weight_version = None

@@ -1,0 +1,1 @@
+"""The training loops: roles on their meshes, the dataflow of a step, and the run around it."""

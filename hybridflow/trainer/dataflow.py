@@ -1,0 +1,218 @@
+"""One step of reinforcement learning, as one script that every rank runs (HybridFlow, arXiv 2409.19256, section 4).
+
+generate -> reward -> reference log-probs, old log-probs, values -> advantages -> update critic, update actor. A call
+on a role is work for that role's ranks; the batch moves itself to where a role needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.algorithms.losses import finish_metrics
+from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
+from hybridflow.batch import Batch
+from hybridflow.data.loader import TokenisedPrompt
+from hybridflow.engine.native import Output
+from hybridflow.generation.records import SamplingParams
+from hybridflow.hybrid_engine import HybridEngine
+from hybridflow.micro_batch import TokenColumns
+from hybridflow.models.decoder import HeadOutput
+from hybridflow.observe.phases import Phase, PhaseTimer
+from hybridflow.parallel.collectives import all_reduce
+from hybridflow.parallel.world import World
+from hybridflow.trainer.advantage import Advantages, Metrics
+from hybridflow.trainer.roles import ScoringRole, TrainedRole, Update, everyone, sum_over_world
+from hybridflow.trainer.rollout import Rollout, generate_rollout
+
+
+class RewardSource(Protocol):
+    """Where scores come from."""
+
+    def score(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Tensor, Metrics]:
+        """Scores `[rows]` fp64, equal on every rank, NaN where the reward failed; and metrics. Collective.
+
+        Row i answers `prompts[batch.groups[i]]`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who takes part. `critic` is None without one (GRPO), `reference` is None where no KL is charged."""
+
+    actor: TrainedRole
+    hybrid: HybridEngine
+    rewards: RewardSource
+    critic: TrainedRole | None = None
+    reference: ScoringRole | None = None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The numbers of a step. `rows_per_update` rollouts make one optimizer step; `epochs` passes over a rollout."""
+
+    samples_per_prompt: int
+    rows_per_update: int
+    epochs: int
+    sampling: SamplingParams
+    seed: int
+
+
+class Dataflow:
+    """The step of PPO and GRPO: they differ in `advantages` and in whether there is a critic."""
+
+    def __init__(self, roles: Roles, advantages: Advantages, actor_loss: ActorObjective, critic_loss: CriticObjective,
+                 plan: StepPlan, timer: PhaseTimer) -> None:
+        self.roles, self.advantages, self.plan, self.timer = roles, advantages, plan, timer
+        self.actor_loss, self.critic_loss = actor_loss, critic_loss
+
+    @property
+    def world(self) -> World:
+        return self.roles.actor.world
+
+    def step(self, prompts: Sequence[TokenisedPrompt]) -> tuple[Batch, Metrics]:
+        """Learn from fresh answers to `prompts` (the same on every rank). Collective."""
+        with self.timer.step():
+            batch, metrics = self.generate(prompts)
+            batch, scored = self.reward(batch, prompts)
+            batch = self.score(batch)
+            batch, estimated = self.advantages(batch, self.world)
+            learned = self.learn(batch)
+        return batch, metrics | scored | estimated | learned
+
+    def generate(self, prompts: Sequence[TokenisedPrompt]) -> tuple[Batch, Metrics]:
+        """Reshard the actor and let it answer."""
+        rollout, metrics = self.sample(prompts, self.plan.sampling, self.plan.samples_per_prompt)
+        lengths = rollout.batch.response_lengths
+        return rollout.batch, metrics | {
+            "rollout/samples": float(len(lengths)),
+            "rollout/prompt_tokens_mean": sum(rollout.batch.prompt_lengths) / len(lengths),
+            "rollout/response_tokens_mean": sum(lengths) / len(lengths),
+            "rollout/response_tokens_max": float(max(lengths)),
+            "rollout/finished_fraction": rollout.finished / len(lengths),
+        }
+
+    def sample(self, prompts: Sequence[TokenisedPrompt], params: SamplingParams, samples: int) -> tuple[Rollout, Metrics]:
+        """Answers under the actor's current weights, with what the reshard cost."""
+        hybrid, train = self.roles.hybrid, self.roles.hybrid.train
+        with self.timer.phase(Phase.GENERATE):
+            with self.timer.phase(Phase.RESHARD):
+                hybrid.fill()
+            rollout = generate_rollout(hybrid.generator, hybrid.mesh.grid, self.world, prompts, samples=samples,
+                                       params=params, seed=self.plan.seed, version=train.version,
+                                       dtype=torch.promote_types(train.options.dtype, torch.float32))
+            hybrid.free()
+        report = hybrid.last_report
+        received = sum_over_world(torch.tensor(float(report.received_bytes), dtype=torch.float64), self.world)
+        return rollout, {"reshard/received_bytes": received.item(), "reshard/seconds": report.seconds}
+
+    def reward(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Batch, Metrics]:
+        """Score every row."""
+        with self.timer.phase(Phase.REWARD):
+            scores, metrics = self.roles.rewards.score(batch, prompts)
+        return replace(batch, scores=scores), metrics | score_moments(scores)
+
+    def score(self, batch: Batch) -> Batch:
+        """Reference log-probs, old log-probs and values, each where the algorithm needs it."""
+        roles = self.roles
+        if roles.reference is not None:
+            with self.timer.phase(Phase.REFERENCE):
+                batch = batch.with_columns(ref_log_probs=roles.reference.answer_tokens(batch))
+        if self.num_updates(batch) > 1:  # with one update old is the policy itself: ratio exactly 1, no pass needed
+            with self.timer.phase(Phase.LOG_PROBS):
+                batch = batch.with_columns(old_log_probs=roles.actor.answer_tokens(batch))
+        if roles.critic is not None:
+            with self.timer.phase(Phase.VALUES):
+                batch = batch.with_columns(old_values=roles.critic.answer_tokens(batch))
+        return batch
+
+    def learn(self, batch: Batch) -> Metrics:
+        """Every optimizer step of the critic and the actor on this batch."""
+        actor_updates, critic_updates, gaps = [], [], []
+        for rows in self.update_rows(batch):
+            if self.roles.critic is not None:
+                with self.timer.phase(Phase.UPDATE_CRITIC):
+                    critic_updates.append(self.roles.critic.update(batch, rows, self._critic_loss))
+            with self.timer.phase(Phase.UPDATE_ACTOR):
+                loss = _ActorLoss(self.actor_loss, self.world.device)
+                actor_updates.append(self.roles.actor.update(batch, rows, loss))
+                gaps.append(loss.largest_gap)
+        skipped = self.roles.actor.trainer.optimizer.num_skipped
+        if self.roles.critic is not None:
+            skipped += self.roles.critic.trainer.optimizer.num_skipped
+        gap = all_reduce(gaps[0], everyone(self.world), dist.ReduceOp.MAX).item()
+        return (policy_metrics(actor_updates) | critic_metrics(critic_updates)
+                | {"policy/log_prob_gap_max": gap, "train/skipped_steps": float(skipped)})
+
+    def num_updates(self, batch: Batch) -> int:
+        """Optimizer steps on this batch."""
+        return -(-batch.num_rows // self.plan.rows_per_update) * self.plan.epochs
+
+    def update_rows(self, batch: Batch) -> list[range]:
+        """The rows of each optimizer step; the last of an epoch may be short."""
+        size = self.plan.rows_per_update
+        one_epoch = [range(start, min(start + size, batch.num_rows)) for start in range(0, batch.num_rows, size)]
+        return one_epoch * self.plan.epochs
+
+    def _critic_loss(self, output: Output, columns: TokenColumns) -> tuple[Tensor, dict[str, Tensor]]:
+        assert isinstance(output, Tensor)
+        return self.critic_loss(output, columns)
+
+
+class _ActorLoss:
+    """The actor's objective, which also watches how far training log-probs are from the generator's."""
+
+    def __init__(self, objective: ActorObjective, device: torch.device) -> None:
+        self.objective = objective
+        self.largest_gap = torch.zeros((), dtype=torch.float64, device=device)
+
+    def __call__(self, output: Output, columns: TokenColumns) -> tuple[Tensor, dict[str, Tensor]]:
+        assert isinstance(output, HeadOutput)
+        if columns.rollout_log_probs is not None and columns.rollout_log_probs.numel():
+            gap = (output.log_probs.detach() - columns.rollout_log_probs).abs().max()
+            self.largest_gap = torch.maximum(self.largest_gap, gap.double())
+        return self.objective(output.log_probs, output.entropy, columns)
+
+
+def score_moments(scores: Tensor) -> Metrics:
+    """Mean, deviation and range of the scores that are numbers."""
+    known = scores[~scores.isnan()]
+    if not known.numel():
+        return {}
+    return {"reward/mean": known.mean().item(), "reward/std": known.std(correction=0).item(),
+            "reward/min": known.min().item(), "reward/max": known.max().item()}
+
+
+POLICY_NAMES = {"loss": "policy/loss", "policy_loss": "policy/surrogate_loss", "clip_fraction": "policy/clip_fraction",
+                "approx_kl": "policy/approx_kl", "entropy": "policy/entropy", "kl": "policy/kl_reference",
+                "ratio": "policy/ratio_mean", "rollout_gap": "policy/log_prob_gap_mean"}
+CRITIC_NAMES = {"value_loss": "critic/loss", "value_clip_fraction": "critic/clip_fraction", "value": "critic/value_mean",
+                "return": "critic/return_mean", "explained_variance": "critic/explained_variance"}
+OF_FIRST_UPDATE = ("policy/log_prob_gap_mean", "critic/value_mean", "critic/explained_variance")
+
+
+def policy_metrics(updates: Sequence[Update]) -> Metrics:
+    return _mean_metrics(updates, POLICY_NAMES, "policy")
+
+
+def critic_metrics(updates: Sequence[Update]) -> Metrics:
+    return _mean_metrics(updates, CRITIC_NAMES, "critic") if updates else {}
+
+
+def _mean_metrics(updates: Sequence[Update], names: dict[str, str], role: str) -> Metrics:
+    """Means over the updates of a step; what must be seen before any update is taken from the first."""
+    finished = [finish_metrics({name: torch.tensor(value) for name, value in u.sums.items()}) for u in updates]
+    metrics = {}
+    for name, shown in names.items():
+        if name in finished[0]:
+            seen = finished[:1] if shown in OF_FIRST_UPDATE else finished
+            metrics[shown] = sum(one[name] for one in seen) / len(seen)
+    steps = [update.step for update in updates]
+    metrics[f"{role}/grad_norm"] = sum(step.grad_norm for step in steps) / len(steps)
+    metrics[f"{role}/lr"] = steps[-1].lr
+    return metrics
