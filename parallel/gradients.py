@@ -160,7 +160,7 @@ class MainGrads:
         all_syncs = {name: syncs[name] if name in syncs else SHARDED for name, _ in named}
         self.buckets = [
             Bucket(members, all_syncs, decay, dp, self.sharded)
-            for (decay, _, _), members in _by_kind(named, all_syncs).items()
+            for (decay, *_), members in _by_kind(named, all_syncs).items()
         ]
         self.reduced_bytes = 0
         self._is_reduced = False
@@ -190,17 +190,21 @@ class MainGrads:
             self.reduced_bytes += x.numel() * x.element_size()
 
 
-_Kind = tuple[bool, torch.dtype, tuple[tuple[int, ...], ...]]
+_Kind = tuple[bool, bool, torch.dtype, tuple[tuple[int, ...], ...]]
 
 
 def _by_kind(
     named: list[tuple[str, nn.Parameter]], syncs: Mapping[str, GradSync]
 ) -> dict[_Kind, list[tuple[str, nn.Parameter]]]:
-    """Parameters by (weight decay, dtype, ranks of the extra sums), matrices first, else in the module's order."""
+    """Parameters by (weight decay, one row, dtype, ranks of the extra sums); matrices first, else in module order.
+
+    Matrices of one row (value, score heads) are copies on every tensor rank, while the sizes of matrices cut over the
+    vocabulary differ between ranks: they do not share a bucket.
+    """
     kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, param in sorted(named, key=lambda item: item[1].dim() < 2):
         ranks = tuple(group.ranks for group in syncs[name].groups if group.size > 1)
-        kinds.setdefault((param.dim() >= 2, param.dtype, ranks), []).append((name, param))
+        kinds.setdefault((param.dim() >= 2, param.shape[0] == 1, param.dtype, ranks), []).append((name, param))
     return kinds
 
 
