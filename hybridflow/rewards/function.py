@@ -1,0 +1,120 @@
+"""Rewards from a Python function: load it, score rows with it, count what went wrong.
+
+The function runs in a worker process (see `pool`), never in the process of a rank. Each rank has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from enum import Enum
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Any
+
+from hybridflow.rewards import reasoning
+from hybridflow.rewards.pool import MAX_WORKERS, WorkerPool
+from hybridflow.rewards.records import FaultPolicy, RewardRequest, RewardResult, settle
+from hybridflow.rewards.worker import Target
+
+
+class ReasoningScoring(Enum):
+    """How an answer to a reasoning-gym task is scored: right or not, or with the task's own part credit."""
+
+    EXACT = "exact"
+    PARTIAL = "partial"
+
+
+class RewardFunction:
+    """A loaded reward function; usable from any thread, one call at a time. Close it, or use it in a `with`."""
+
+    def __init__(self, target: Target, *, timeout_s: float, policy: FaultPolicy, max_workers: int) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"reward.timeout_s is {timeout_s}; it must be positive, for example 10.0")
+        self._pool = WorkerPool(target, timeout_s, max_workers)
+        self._policy = policy
+        self._lock = Lock()
+        self._pool.start()
+
+    @classmethod
+    def load(
+        cls, spec: str, *, timeout_s: float, policy: FaultPolicy, max_workers: int = MAX_WORKERS
+    ) -> RewardFunction:
+        """Start a worker that has loaded `spec` = "file.py:function" and wait for it.
+
+        The function is called with the keywords data_source, solution_str, ground_truth, extra_info (a dict; under
+        "entry" it holds the generated entry where there is one) and returns a number, or a dict with one under "score";
+        the rest of the dict are extras. Its file may import its neighbours.
+
+        Args:
+            spec: path (relative: to the working directory) and name of the function.
+            timeout_s: seconds that one row may take.
+            policy: what a faulty row does.
+            max_workers: rows that may run at once where rows are slow; 1 for a function that must not run twice.
+
+        Raises:
+            ValueError: the form of `spec` is wrong, the file is missing or does not import, the function is missing
+                (with the nearest name) or does not take the keywords, or timeout_s is not positive.
+        """
+        target = parse_spec(spec)
+        return cls(target, timeout_s=timeout_s, policy=policy, max_workers=max_workers)
+
+    @classmethod
+    def reasoning_gym(
+        cls, scoring: ReasoningScoring, tasks: Collection[str], *, timeout_s: float, policy: FaultPolicy
+    ) -> RewardFunction:
+        """The scorer of reasoning-gym tasks (see `reasoning`); requests must have their `entry`. Raises like `load`."""
+        function = reasoning.score_exact if scoring is ReasoningScoring.EXACT else reasoning.score_partial
+        needs_library = scoring is ReasoningScoring.PARTIAL or reasoning.SEVERAL_RIGHT_ANSWERS.intersection(tasks)
+        target = Target(reasoning.__name__, function.__name__, preload=(reasoning.LIBRARY,) if needs_library else ())
+        return cls(target, timeout_s=timeout_s, policy=policy, max_workers=MAX_WORKERS)
+
+    def score(self, rows: Sequence[RewardRequest]) -> RewardResult:
+        """The scores of `rows`, in order. Rows past the limit run side by side: the call ends about timeout_s after
+        its last healthy row (for up to max_workers such rows).
+
+        Raises:
+            RewardFault: a row is faulty and the policy is to raise; all rows have been run.
+            ValueError: a worker that was killed cannot load the function again.
+        """
+        with self._lock:
+            outcomes = self._pool.run([_keywords(row) for row in rows])
+        return settle(rows, outcomes, self._policy)
+
+    def close(self) -> None:
+        """End the workers. A later `score` starts new ones."""
+        with self._lock:
+            self._pool.close()
+
+    def __enter__(self) -> RewardFunction:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def parse_spec(spec: str) -> Target:
+    """The target of "file.py:function"; the file is looked for, not opened.
+
+    Raises:
+        ValueError: the form is wrong, or there is no such file.
+    """
+    place, colon, function = spec.rpartition(":")
+    if not colon or not place.endswith(".py") or not function.isidentifier():
+        raise ValueError(f"reward.function is {spec!r}; it must be file.py:function, for example rewards/math.py:score")
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"reward.function is {spec!r}, but there is no file {path}")
+    return Target(str(path), function)
+
+
+def _keywords(row: RewardRequest) -> dict[str, Any]:
+    info = dict(row.extra_info) if row.entry is None else {**row.extra_info, "entry": dict(row.entry)}
+    return {
+        "data_source": row.data_source,
+        "solution_str": row.solution,
+        "ground_truth": row.ground_truth,
+        "extra_info": info,
+    }
