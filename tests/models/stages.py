@@ -1,0 +1,141 @@
+"""What a rank of a test world does with a decoder stage: build, load, run through its pipeline, export.
+
+Workers import this module, so it does not import transformers, which would cost seconds a worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.micro_batch import MicroBatch, Sample
+from hybridflow.models.attention import PackedCausal
+from hybridflow.models.config import Head, ModelConfig
+from hybridflow.models.decoder import DecoderStage
+from hybridflow.models.hf_export import export_hf, tokenizer_files
+from hybridflow.models.hf_import import load_hf
+from hybridflow.models.layout import stage_layers
+from hybridflow.models.weights import decoder_shard_map
+from hybridflow.parallel.collectives import all_gather, all_reduce
+from hybridflow.parallel.mesh import Grid, Layout, Mesh
+from hybridflow.parallel.pipeline import PipelineRunner
+from hybridflow.parallel.schedule import one_f_one_b
+from hybridflow.parallel.shard_map import ShardMap
+
+ROWS = [[3, 14, 15, 9, 26, 5, 35], [8, 9, 7], [66]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rank builds; `layers_per_stage` None is even."""
+
+    folder: Path
+    layout: Layout
+    head: Head = Head.LANGUAGE_MODEL
+    sequence_parallel: bool = False
+    layers_per_stage: tuple[int, ...] | None = None
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class Built:
+    config: ModelConfig
+    mesh: Mesh
+    stage: DecoderStage
+    shard_map: ShardMap
+    storages: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def build(world, case: Case) -> Built:
+    """The loaded stage of this rank; storages start as NaN, so that whatever is not loaded shows."""
+    config = ModelConfig.from_hf_folder(case.folder)
+    mesh = Mesh(Grid.of(case.layout), world)
+    layers = stage_layers(config.num_layers, case.layout.pp, case.layers_per_stage)[mesh.coord.pp]
+    stage = DecoderStage(config, mesh, case.head, layers=layers, sequence_parallel=case.sequence_parallel,
+                         dtype=case.dtype, with_embedding=mesh.is_first_stage, with_head=mesh.is_last_stage)
+    shard_map = decoder_shard_map(config, mesh.grid, case.head, case.layers_per_stage)
+    storages = stage.state_dict()
+    for storage in storages.values():
+        storage.fill_(torch.nan)
+    load_hf(case.folder, storages, shard_map, world.rank, config)
+    return Built(config, mesh, stage, shard_map, storages)
+
+
+def hidden_states(built: Built, batch: MicroBatch) -> torch.Tensor | None:
+    """The last stage's hidden states of all tokens, by plain sends and receives; None on other stages."""
+    mesh, stage = built.mesh, built.stage
+    tokens = batch.num_tokens // (mesh.tp.size if stage.sequence_parallel else 1)
+    x = batch.input_ids
+    if not mesh.is_first_stage:
+        x = torch.empty(tokens, built.config.hidden_size, dtype=stage.dtype)
+        dist.recv(x, mesh.pp.ranks[mesh.pp.index - 1])
+    with torch.no_grad():
+        out = stage.forward_hidden(x, batch.position_ids, PackedCausal(batch.lengths, x.device))
+        if mesh.is_last_stage:
+            return all_gather(out, mesh.tp) if stage.sequence_parallel else out
+    dist.send(out, mesh.pp.ranks[mesh.pp.index + 1])
+    return None
+
+
+def backward(built: Built, samples: list[tuple[Sample, torch.Tensor]], per_micro_batch: int) -> None:
+    """Gradients of sum(weight x log-prob, or x value) over the samples, in every parameter, with their extra sums."""
+    multiple = built.mesh.tp.size if built.stage.sequence_parallel else 1
+    batches = []
+    for start in range(0, len(samples), per_micro_batch):
+        part = samples[start:start + per_micro_batch]
+        batch = MicroBatch.pack([sample for sample, _ in part], device=torch.device("cpu"), multiple_of=multiple)
+        batches.append(batch.with_columns(weight=torch.cat([weight for _, weight in part])))
+
+    def loss(output, batch):
+        answers = output.log_probs if built.stage.head_kind is Head.LANGUAGE_MODEL else output
+        return (batch.columns.weight * answers).sum(), {}
+
+    runner = PipelineRunner(built.stage, built.mesh, built.config.hidden_size, built.stage.dtype,
+                            built.stage.sequence_parallel)
+    runner.run(one_f_one_b(built.mesh.pp.size, len(batches)), batches, loss)
+    syncs = built.stage.grad_syncs()
+    for name, parameter in built.stage.named_parameters():
+        for group in syncs[name].groups:
+            all_reduce(parameter.grad, group)
+
+
+def gradients(built: Built) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in built.stage.named_parameters()}
+
+
+def import_run_export(world, cases, out):
+    """Logits of each case on the last stage's first tensor rank (else None), and an export of it."""
+    logits = []
+    for case in cases:
+        built = build(world, case)
+        multiple = case.layout.tp if case.sequence_parallel else 1
+        batch = MicroBatch.pack([Sample(tuple(row), ()) for row in ROWS], device=world.device, multiple_of=multiple)
+        hidden = hidden_states(built, batch)
+        logits.append(None if hidden is None else built.stage.logits(hidden)[:sum(map(len, ROWS))].numpy())
+        export_hf(out / case.folder.name, built.config, built.shard_map, built.storages, world,
+                  tokenizer_files(case.folder))
+    return logits
+
+
+def export_in_rounds(world, case, out):
+    """Files of at most 20 kB from two writers, in rounds of 1 kB."""
+    built = build(world, case)
+    export_hf(out, built.config, built.shard_map, built.storages, world, writers=(0, 3), file_bytes=20_000,
+              round_bytes=1_000)
+
+
+def scores(world, case):
+    """Scores of the rows on the last stage."""
+    built = build(world, case)
+    batch = MicroBatch.pack_last_tokens([Sample(tuple(row), ()) for row in ROWS], device=world.device,
+                                        multiple_of=case.layout.tp)
+    hidden = hidden_states(built, batch)
+    return None if hidden is None else built.stage.values(hidden[batch.target_index]).detach().numpy()
+
+
+def fresh_value_head(world, case):
+    built = build(world, case)
+    return built.storages["head.weight"].numpy() if built.mesh.is_last_stage else None
