@@ -1,0 +1,111 @@
+"""Tokenizer backend over a Hugging Face folder: local files only, and no code from the folder is run.
+
+The only module of data that knows transformers.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import transformers
+
+from hybridflow.data.records import Prompt
+from hybridflow.data.tokenizer import decode_known, plain_chat
+
+# Every file a tokenizer may be made of, and generation_config.json, which holds the further ids that end a response.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenization_as_saved.py",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+class HuggingFaceTokenizer:
+    """A transformers tokenizer behind the Tokenizer interface.
+
+    Text prompts get the bos id where the tokenizer adds one. Messages go through the folder's chat template, with the
+    opening of the assistant's turn at the end; without a template they are joined as plain_chat does.
+    """
+
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase, folder: Path) -> None:
+        """Raises ValueError if the tokenizer has no end token."""
+        self.tokenizer = tokenizer
+        self.folder = folder
+        self.vocab_size: int = len(tokenizer)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"{folder}: the tokenizer has no eos_token, so no response could end; set one there")
+        self.eos_id: int = tokenizer.eos_token_id
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.eos_id, *_generation_eos(folder)]))
+        # Only what is put in front is a prompt's: some tokenizers also add an end token, after which nothing follows.
+        starts_with_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        self.prefix: list[int] = [tokenizer.bos_token_id] if starts_with_bos else []
+
+    @classmethod
+    def open(cls, folder: Path) -> "HuggingFaceTokenizer":
+        """Open the tokenizer in `folder`. Raises ValueError if transformers finds none there."""
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder}: transformers cannot open a tokenizer here: {error}") from error
+        return cls(tokenizer, folder)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` alone. Special tokens written out in the text are read as such."""
+        return self._encode([text])[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids` without special tokens."""
+        return decode_known(ids, self.vocab_size, self._decode)
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """bos and text, or the chat template's rendering."""
+        return self.encode_prompts([prompt])[0]
+
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """encode_prompt of each."""
+        templated = [self._uses_template(prompt) for prompt in prompts]
+        texts = [self._render(p) if has_template else plain_chat(p) for p, has_template in zip(prompts, templated)]
+        # A template writes the bos token itself where its model wants one.
+        return [ids if t else self.prefix + ids for ids, t in zip(self._encode(texts), templated)]
+
+    def save(self, folder: str | Path) -> tuple[Path, ...]:
+        """Copy the tokenizer's own files, byte for byte: saving anew would rewrite them in this version's form."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        present = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
+        return tuple(Path(shutil.copyfile(self.folder / name, folder / name)) for name in present)
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _uses_template(self, prompt: Prompt) -> bool:
+        return not isinstance(prompt, str) and self.tokenizer.chat_template is not None
+
+    def _render(self, prompt: Prompt) -> str:
+        messages = [{"role": message.role, "content": message.content} for message in prompt]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _generation_eos(folder: Path) -> list[int]:
+    """The end ids that generation_config.json lists: chat models end a turn with another id than a document."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return []
+    eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    if eos is None:
+        return []
+    return [eos] if isinstance(eos, int) else list(eos)

@@ -1,0 +1,25 @@
+"""The only module that knows pyarrow: rows of a parquet file as plain Python objects."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+# The columns that row_schema reads; others (images, embeddings) can be large and are left on disk.
+COLUMNS = ("data_source", "prompt", "reward_model", "extra_info")
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of `path` in file order, restricted to COLUMNS. Raises ValueError if it is not a parquet file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a parquet file: {error}") from error
+    with file:
+        columns = [name for name in file.schema_arrow.names if name in COLUMNS]
+        for batch in file.iter_batches(columns=columns):
+            yield from batch.to_pylist()

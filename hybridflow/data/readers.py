@@ -1,0 +1,55 @@
+"""Reads prompt files (JSONL or parquet) into PromptRecords.
+
+Owns file formats. The meaning of a row is row_schema's; the files are never written.
+"""
+
+import json
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hybridflow.data.records import PromptRecord
+from hybridflow.data.row_schema import parse_row
+
+
+class FileFormat(Enum):
+    """How the rows of a prompt file are stored."""
+
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+
+def read_prompt_files(paths: list[str], file_format: FileFormat) -> tuple[PromptRecord, ...]:
+    """All records of `paths`, in order. Rows are counted from 1 within each file (for JSONL: the line number).
+
+    Raises ValueError naming file, row and key for the first bad row, and FileNotFoundError for a missing file.
+    """
+    if not paths:
+        raise ValueError("no data files were given; give at least one path")
+    rows = {FileFormat.JSONL: _jsonl_rows, FileFormat.PARQUET: _parquet_rows}[file_format]
+    records: list[PromptRecord] = []
+    for path in paths:
+        before = len(records)
+        records.extend(parse_row(row, f"{path} row {number}") for number, row in rows(Path(path)))
+        if len(records) == before:
+            raise ValueError(f"{path}: has no rows")
+    return tuple(records)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} row {number}: not JSON: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    # pyarrow takes a third of a second to import, so runs that read no parquet do not pay for it.
+    from hybridflow.data.parquet import parquet_rows
+
+    return enumerate(parquet_rows(path), start=1)

@@ -1,0 +1,79 @@
+"""Turns one row of a data file into a PromptRecord, or says what is wrong with it.
+
+Owns the row schema that RL data sets are commonly published in:
+    data_source   text
+    prompt        text, or a list of {"role": text, "content": text}
+    reward_model  {"ground_truth": any JSON value, ...}
+    extra_info    object, optional
+Other keys are ignored. Never opens a file.
+"""
+
+import json
+from typing import Any
+
+from hybridflow.data.records import ChatMessage, Prompt, PromptRecord
+
+
+def parse_row(row: Any, origin: str) -> PromptRecord:
+    """The record in `row`. `origin` ("train.jsonl row 7") starts every message.
+
+    Raises ValueError naming origin, key and rule.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"{origin}: expected an object with data_source, prompt and reward_model, got {_show(row)}")
+    return PromptRecord(
+        data_source=_require(row, "data_source", str, "text", origin),
+        prompt=_parse_prompt(row, origin),
+        ground_truth=_parse_ground_truth(row, origin),
+        extra_info=_parse_extra_info(row, origin),
+        origin=origin,
+    )
+
+
+def _parse_prompt(row: dict[str, Any], origin: str) -> Prompt:
+    if "prompt" not in row:
+        raise ValueError(f"{origin}: key 'prompt' is missing")
+    prompt = row["prompt"]
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt:
+        return tuple(_parse_message(message, f"prompt[{i}]", origin) for i, message in enumerate(prompt))
+    raise ValueError(f"{origin}: key 'prompt' must be text or a list of chat messages, not empty, got {_show(prompt)}")
+
+
+def _parse_message(message: Any, key: str, origin: str) -> ChatMessage:
+    if not isinstance(message, dict):
+        raise ValueError(f"{origin}: key '{key}' must be an object with role and content, got {_show(message)}")
+    return ChatMessage(
+        role=_require(message, "role", str, "text", origin, f"{key}."),
+        content=_require(message, "content", str, "text (images and other parts are not read)", origin, f"{key}."),
+    )
+
+
+def _parse_ground_truth(row: dict[str, Any], origin: str) -> str:
+    reward_model = _require(row, "reward_model", dict, "an object with the key ground_truth", origin)
+    if reward_model.get("ground_truth") is None:
+        raise ValueError(f"{origin}: key 'reward_model.ground_truth' is missing")
+    truth = reward_model["ground_truth"]
+    # Several data sets keep numbers or lists of accepted answers here; a reward function sees their JSON text.
+    return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
+
+
+def _parse_extra_info(row: dict[str, Any], origin: str) -> dict[str, Any]:
+    # Parquet fills absent structs with nulls.
+    if row.get("extra_info") is None:
+        return {}
+    return _require(row, "extra_info", dict, "an object", origin)
+
+
+def _require(row: dict[str, Any], key: str, kind: type, meaning: str, origin: str, prefix: str = "") -> Any:
+    if key not in row:
+        raise ValueError(f"{origin}: key '{prefix}{key}' is missing")
+    if not isinstance(row[key], kind):
+        raise ValueError(f"{origin}: key '{prefix}{key}' must be {meaning}, got {_show(row[key])}")
+    return row[key]
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
