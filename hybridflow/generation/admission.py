@@ -5,9 +5,9 @@ Whatever is decided here changes speed and memory only, never a token (rule 4 of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Sequence
 
 from hybridflow.generation.records import Prompt
 
@@ -41,27 +41,28 @@ def waiting_order(prompts: Sequence[Prompt]) -> list[int]:
     return sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].ids), prompts[i].ids, i))
 
 
-def should_admit(num_waiting: int, num_running: int, limits: Limits) -> bool:
-    """Whether to prefill now: when a quarter of the batch is free, or all that waits fits, so that prefills are few."""
-    free = limits.max_rows - num_running
-    return 0 < min(num_waiting, -(-limits.max_rows // 4)) <= free
+def admit(waiting: Sequence[int], prompts: Sequence[Prompt], num_running: int, limits: Limits) -> list[SharedPrompt]:
+    """The requests to prefill now, as distinct prompts; none while the running rows should go on alone.
 
+    They wait until a quarter of the batch is free, or all that waits fits, so that prefills are few; and until all
+    samples of a prompt fit, so that its prefill is shared. A prompt with more samples than the batch has rows is cut.
 
-def admit(waiting: Sequence[int], prompts: Sequence[Prompt], free: int, limits: Limits) -> list[SharedPrompt]:
-    """The first of `waiting` that fit into `free` rows and one prefill, as distinct prompts.
-
-    A prompt whose samples do not all fit is left for later, unless it would be the only one.
+    Args:
+        waiting: indices of `prompts` in `waiting_order`; what is admitted are its first ones.
+        num_running: rows that decode at present.
     """
+    free = limits.max_rows - num_running
+    if free < min(len(waiting), -(-limits.max_rows // 4)):
+        return []
     cohort: list[SharedPrompt] = []
     rows = tokens = 0
     for ids, group in groupby(waiting, key=lambda i: prompts[i].ids):
         requests = tuple(group)
-        overfull = rows + len(requests) > free or tokens + len(ids) > limits.max_prefill_tokens
-        if cohort and overfull:
-            break
-        cohort.append(SharedPrompt(ids, requests[:free]))
         rows += len(requests)
         tokens += len(ids)
+        if rows > free and (cohort or num_running) or cohort and tokens > limits.max_prefill_tokens:
+            break
+        cohort.append(SharedPrompt(ids, requests[:free]))
     return cohort
 
 

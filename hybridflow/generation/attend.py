@@ -6,7 +6,7 @@ Each strategy is handed to the decoder's forward as `attend(layer, q, k, v)`, q 
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F

@@ -7,13 +7,13 @@ and freeing them, is the caller's business.
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.generation.admission import Limits, SharedPrompt, admit, should_admit, similar_lengths, waiting_order
+from hybridflow.generation.admission import Limits, SharedPrompt, admit, similar_lengths, waiting_order
 from hybridflow.generation.attend import DecodeAttend, PrefillAttend
 from hybridflow.generation.kv_cache import CacheShape, RowGroup
 from hybridflow.generation.random import stream_keys, uniforms
@@ -22,6 +22,7 @@ from hybridflow.generation.row_table import RowTable
 from hybridflow.generation.sampling import sample_tokens
 from hybridflow.models.config import ModelConfig
 from hybridflow.models.decoder import DecoderStage
+from hybridflow.models.layout import split_heads
 from hybridflow.parallel.mesh import AxisGroup, Mesh
 
 
@@ -47,10 +48,12 @@ class Generator:
             max_prefill_tokens: prompt tokens of one prefill; one longer prompt is still taken, alone.
 
         Raises:
-            ValueError: the mesh has pipeline stages, or a limit is below 1.
+            ValueError: the mesh has pipeline stages, the stage is sequence parallel, or a limit is below 1.
         """
         if mesh.layout.pp != 1:
             raise ValueError(f"generation layout {mesh.layout}: pp is {mesh.layout.pp}; it must be 1")
+        if stage.sequence_parallel:
+            raise ValueError("generation stage: sequence_parallel is on; a step has too few tokens to cut, turn it off")
         for name, value in (("max_batch_rows", max_batch_rows), ("max_prefill_tokens", max_prefill_tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1, such as 128")
@@ -86,9 +89,8 @@ class Generator:
 
     def _cache_shape(self) -> CacheShape:
         config = self._config
-        kv_heads = max(1, config.num_kv_heads // self._mesh.tp.size)
-        dtype = next(self.stage.parameters()).dtype
-        return CacheShape(config.num_layers, kv_heads, config.head_dim, dtype, self._mesh.device)
+        heads = split_heads(config, self._mesh.tp.size, self._mesh.tp.index)
+        return CacheShape(config.num_layers, heads.num_kv, config.head_dim, self.stage.dtype, self._mesh.device)
 
 
 class _Rollout:
@@ -108,15 +110,15 @@ class _Rollout:
 
     def run(self) -> list[Completion]:
         while self.waiting or self.groups:
-            if should_admit(len(self.waiting), len(self.table), self.limits):
-                self.prefill()
+            cohort = admit(self.waiting, self.prompts, len(self.table), self.limits)
+            if cohort:
+                self.prefill(cohort)
             else:
                 self.decode()
         return self.completions()
 
-    def prefill(self) -> None:
-        """Admit waiting requests: run their prompts and sample the first token of each."""
-        cohort = admit(self.waiting, self.prompts, self.limits.max_rows - len(self.table), self.limits)
+    def prefill(self, cohort: list[SharedPrompt]) -> None:
+        """Run the prompts of `cohort`, the first waiting ones, and sample the first token of each of their rows."""
         runs = similar_lengths(cohort)
         groups = [RowGroup([len(p.ids) for p in run], [len(p.requests) for p in run], self.params.max_new_tokens,
                            self.shape) for run in runs]

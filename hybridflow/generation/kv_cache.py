@@ -6,8 +6,8 @@ decides which rows run, and lives for one `generate` call: nothing is kept that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 from torch import Tensor
@@ -81,7 +81,8 @@ class RowGroup:
         assert self._capacity < self._full, (self._capacity, self._full)
         grown = min(self._full, 2 * self._capacity - self._prompt_columns)
         for layer, old in enumerate(self._storages):
-            new = old.new_empty(2, self.rows, old.shape[2], grown, old.shape[4])
+            size = (2, self.rows, old.shape[2], grown, old.shape[4])
+            new = torch.empty(size, dtype=old.dtype, device=old.device)
             new[:, :, :, : self.end] = old[:, : self.rows, :, : self.end]
             self._storages[layer] = new
         self._capacity = grown

@@ -1,0 +1,63 @@
+"""A decoder small enough to sample from in milliseconds, its generator, and the trainer's view of a completion."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hybridflow.generation.engine import Generator
+from hybridflow.generation.records import Completion, Prompt
+from hybridflow.micro_batch import MicroBatch, Sample
+from hybridflow.models.config import Family, Head, ModelConfig
+from hybridflow.models.decoder import DecoderStage
+from hybridflow.models.init import init_weights
+from hybridflow.models.weights import decoder_shard_map
+from hybridflow.parallel.mesh import Grid, Layout, Mesh
+from hybridflow.parallel.world import World
+
+CONFIG = ModelConfig(Family.LLAMA, vocab_size=37, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+                     num_kv_heads=2, head_dim=8, max_position_embeddings=512, initializer_range=0.3)
+ONE_PROCESS = Layout()
+CONFIGS = {
+    "llama": CONFIG,
+    "qwen2": replace(CONFIG, family=Family.QWEN2, qkv_bias=True, tie_word_embeddings=True),
+    "qwen3": replace(CONFIG, family=Family.QWEN3, qk_norm=True, num_kv_heads=4),
+}
+
+
+def make_generator(world: World | None = None, layout: Layout = ONE_PROCESS, *, config: ModelConfig = CONFIG,
+                   dtype: torch.dtype = torch.float64, seed: int = 0, **limits: Any) -> Generator:
+    world = world or World.single(torch.device("cpu"))
+    mesh = Mesh(Grid.of(layout), world)
+    stage = DecoderStage(config, mesh, Head.LANGUAGE_MODEL, layers=range(config.num_layers), sequence_parallel=False,
+                         dtype=dtype, with_embedding=True, with_head=True)
+    set_weights(stage, mesh.grid, world.rank, config, seed)
+    return Generator(stage, mesh, config, **limits)
+
+
+def set_weights(stage: DecoderStage, grid: Grid, rank: int, config: ModelConfig, seed: int) -> None:
+    init_weights(stage.state_dict(), decoder_shard_map(config, grid, Head.LANGUAGE_MODEL), rank, seed, config)
+
+
+def make_prompts(lengths: list[int], samples: int = 1, vocab_size: int = 37) -> list[Prompt]:
+    """One prompt of random tokens per length, ids from 100, each with `samples` samples."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [tuple(torch.randint(vocab_size, (length,), generator=generator).tolist()) for length in lengths]
+    return [Prompt(100 + i, sample, ids) for i, ids in enumerate(rows) for sample in range(samples)]
+
+
+def full_log_probs(generator: Generator, completion: Completion, temperature: float = 1.0) -> list[float]:
+    """What the trainer computes for the response tokens, without any cache."""
+    batch = MicroBatch.pack([Sample(completion.prompt_ids, completion.response_ids)], device=torch.device("cpu"))
+    with torch.no_grad():
+        return generator.stage(batch.input_ids, batch, temperature).log_probs.tolist()
+
+
+def assert_same(one: list[Completion], other: list[Completion], tolerance: float = 1e-9) -> None:
+    """Equal tokens and finish reasons, and log-probs that differ by rounding only."""
+    assert [replace(c, log_probs=()) for c in one] == [replace(c, log_probs=()) for c in other]
+    for left, right in zip(one, other, strict=True):
+        torch.testing.assert_close(torch.tensor(left.log_probs, dtype=torch.float64),
+                                   torch.tensor(right.log_probs, dtype=torch.float64), rtol=0, atol=tolerance)

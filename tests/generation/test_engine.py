@@ -1,0 +1,214 @@
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridflow.generation.engine import StaleWeightsError
+from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
+from hybridflow.parallel.mesh import Grid, Layout
+from tests.generation.small_model import (
+    CONFIG,
+    CONFIGS,
+    assert_same,
+    full_log_probs,
+    make_generator,
+    make_prompts,
+    set_weights,
+)
+
+LENGTHS = [1, 9, 2, 40, 41, 9, 17, 70]
+PARAMS = SamplingParams(max_new_tokens=24, temperature=0.8, stop_ids=(2, 9))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_cached_log_probs_equal_the_full_forward(family, dtype, tolerance):
+    generator = make_generator(config=CONFIGS[family], dtype=dtype, max_batch_rows=9)
+    for completion in generator.generate(make_prompts(LENGTHS, samples=3), PARAMS, seed=1):
+        want = full_log_probs(generator, completion, PARAMS.temperature)
+        assert completion.log_probs == pytest.approx(want, rel=0, abs=tolerance)
+
+
+def test_log_probs_equal_the_full_forward_past_the_first_growth_of_the_cache():
+    generator = make_generator()
+    params = SamplingParams(max_new_tokens=400)
+    for completion in generator.generate(make_prompts([30, 3]), params, seed=1):
+        assert len(completion.response_ids) == 400
+        assert completion.log_probs == pytest.approx(full_log_probs(generator, completion), rel=0, abs=1e-9)
+
+
+def test_unwritten_memory_is_never_read(poisoned_memory):
+    generator = make_generator(max_batch_rows=9)
+    for completion in generator.generate(make_prompts(LENGTHS, samples=3), PARAMS, seed=4):
+        assert completion.log_probs == pytest.approx(full_log_probs(generator, completion, 0.8), rel=0, abs=1e-9)
+
+
+@pytest.mark.parametrize("limits", [dict(max_batch_rows=1), dict(max_batch_rows=3), dict(max_batch_rows=10),
+                                    dict(max_batch_rows=64, max_prefill_tokens=30)])
+def test_tokens_do_not_depend_on_the_batch_or_the_order(limits):
+    prompts = make_prompts(LENGTHS, samples=3)
+    want = make_generator().generate(prompts, PARAMS, seed=5)
+    order = random.Random(0).sample(range(len(prompts)), len(prompts))
+    got = make_generator(**limits).generate([prompts[i] for i in order], PARAMS, seed=5)
+    assert_same(got, [want[i] for i in order])
+
+
+def test_samples_of_a_prompt_equal_separate_requests():
+    generator = make_generator()
+    prompts = make_prompts([12, 5], samples=4)
+    together = generator.generate(prompts, PARAMS, seed=6)
+    apart = [generator.generate([prompt], PARAMS, seed=6)[0] for prompt in prompts]
+    assert_same(together, apart)
+    assert len({completion.response_ids for completion in together[:4]}) == 4  # and they differ from one another
+
+
+def test_equal_prompts_with_different_ids_share_a_prefill_and_not_their_draws():
+    first, second = make_generator().generate([Prompt(1, 0, (3, 4)), Prompt(2, 0, (3, 4))],
+                                              SamplingParams(max_new_tokens=20), seed=0)
+    assert first.response_ids != second.response_ids
+
+
+def test_the_seed_decides():
+    generator = make_generator()
+    runs = [generator.generate(make_prompts([5]), SamplingParams(max_new_tokens=20), seed) for seed in (0, 1, 0)]
+    assert runs[0] == runs[2] != runs[1]
+
+
+class CountedStage(torch.nn.Module):
+    """Passes everything on and notes how many tokens each forward had."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.inner, self.dtype, self.tokens, self.logit_rows = stage, stage.dtype, [], []
+
+    def forward_hidden(self, ids, position_ids, attend):
+        self.tokens.append(len(ids))
+        return self.inner.forward_hidden(ids, position_ids, attend)
+
+    def logits(self, hidden):
+        self.logit_rows.append(len(hidden))
+        return self.inner.logits(hidden)
+
+
+@pytest.mark.parametrize("max_batch_rows", [4, 7, 100])
+def test_no_work_is_done_for_finished_rows_nor_twice_for_a_prompt(max_batch_rows):
+    """Every token is fed once, the last of a response never, and a prompt once for all its samples."""
+    generator = make_generator(max_batch_rows=max_batch_rows)
+    generator.stage = stage = CountedStage(generator.stage)
+    prompts = make_prompts(LENGTHS, samples=2)
+    completions = generator.generate(prompts, PARAMS, seed=7)
+    responses = sum(len(completion.response_ids) - 1 for completion in completions)
+    assert len({len(completion.response_ids) for completion in completions}) > 4
+    assert sum(stage.tokens) == sum(LENGTHS) + responses
+    assert sum(stage.logit_rows) == len(LENGTHS) + responses
+
+
+def test_case_15_neighbours_of_any_length_change_nothing():
+    """Rows whose caches start at column 0, 1 and 7: equal log-probs for the same prompt."""
+    generator = make_generator()
+    params = SamplingParams(max_new_tokens=10)
+    alone = generator.generate([Prompt(50, 0, (5, 6, 7))], params, seed=0)
+    for pads in (0, 1, 7):
+        longer = Prompt(1, 0, tuple(range(3 + pads)))
+        assert_same(generator.generate([longer, Prompt(50, 0, (5, 6, 7))], params, seed=0)[1:], alone)
+
+
+def with_forced_tokens(tokens, config=CONFIG):
+    """A generator whose greedy response is `tokens`, whatever the prompt of length 1 is."""
+    generator = make_generator(config=config)
+    stage = generator.stage
+
+    class Forced(CountedStage):
+        def logits(self, hidden):
+            logits = super().logits(hidden)
+            logits[:, tokens[len(self.tokens) - 1]] = 1e3
+            return logits
+
+    generator.stage = Forced(stage)
+    return generator
+
+
+@pytest.mark.parametrize("forced, stops, response, reason", [
+    ([5, 2, 2, 2], (2,), (5, 2), FinishReason.STOP),
+    ([5, 6, 7, 8], (2,), (5, 6, 7, 8), FinishReason.LENGTH),
+    ([5, 9, 2, 2], (2, 9), (5, 9), FinishReason.STOP),
+    ([5, 2, 9, 2], (2, 9), (5, 2), FinishReason.STOP),
+    ([5, 6, 7, 2], (2, 9), (5, 6, 7, 2), FinishReason.STOP),
+    ([2, 6, 7, 2], (2, 9), (2,), FinishReason.STOP),
+    ([2, 2, 2, 2], (), (2, 2, 2, 2), FinishReason.LENGTH),
+])
+def test_case_18_the_first_stop_token_ends_the_response_and_is_in_it(forced, stops, response, reason):
+    params = SamplingParams(max_new_tokens=4, temperature=0, stop_ids=stops)
+    completion, = with_forced_tokens(forced).generate([Prompt(0, 0, (1,))], params, seed=0)
+    assert completion.response_ids == response
+    assert completion.finish_reason is reason
+    assert len(completion.log_probs) == len(response)
+
+
+def test_case_19_new_weights_and_the_same_prompt_equal_a_fresh_engine():
+    generator, prompts = make_generator(seed=0), make_prompts(LENGTHS)
+    before = generator.generate(prompts, PARAMS, seed=1)
+    set_weights(generator.stage, Grid.of(Layout()), 0, CONFIG, seed=1)
+    after = generator.generate(prompts, PARAMS, seed=1)
+    assert_same(after, make_generator(seed=1).generate(prompts, PARAMS, seed=1), tolerance=0.0)
+    assert [c.response_ids for c in after] != [c.response_ids for c in before]
+
+
+def test_stale_weights_are_an_error():
+    generator, prompts = make_generator(), make_prompts([3])
+    with pytest.raises(StaleWeightsError, match="expects weight version 0, but the stage holds None"):
+        generator.generate(prompts, PARAMS, seed=1, expected_version=0)
+    generator.weight_version = 4
+    generator.generate(prompts, PARAMS, seed=1, expected_version=4)
+    with pytest.raises(StaleWeightsError, match="expects weight version 5, but the stage holds 4"):
+        generator.generate(prompts, PARAMS, seed=1, expected_version=5)
+
+
+def test_greedy_takes_the_most_probable_token_and_its_log_prob_under_one():
+    generator = make_generator()
+    params = SamplingParams(max_new_tokens=8, temperature=0)
+    one, two = generator.generate(make_prompts([6], samples=2), params, seed=3)
+    assert one.response_ids == two.response_ids
+    assert one.log_probs == pytest.approx(full_log_probs(generator, one), rel=0, abs=1e-9)
+    for i in range(len(one.response_ids)):
+        rivals = [replace(one, response_ids=(*one.response_ids[:i], other)) for other in range(0, 37, 6)]
+        assert all(full_log_probs(generator, rival)[i] <= one.log_probs[i] + 1e-9 for rival in rivals)
+
+
+def test_log_probs_are_raw_under_top_k_and_top_p():
+    generator = make_generator()
+    params = replace(PARAMS, top_k=5, top_p=0.8)
+    for completion in generator.generate(make_prompts(LENGTHS), params, seed=2):
+        want = full_log_probs(generator, completion, params.temperature)
+        assert completion.log_probs == pytest.approx(want, rel=0, abs=1e-9)
+
+
+def test_one_token_responses_and_no_prompts():
+    generator = make_generator()
+    assert generator.generate([], PARAMS, seed=0) == []
+    completion, = generator.generate([Prompt(3, 2, (1, 4))], SamplingParams(max_new_tokens=1), seed=0)
+    assert isinstance(completion, Completion) and len(completion.response_ids) == 1
+    assert (completion.prompt_id, completion.sample, completion.prompt_ids) == (3, 2, (1, 4))
+
+
+def test_all_faults_of_a_request_are_named_at_once():
+    long = Prompt(8, 0, (1,) * 500)
+    with pytest.raises(ValueError) as error:
+        make_generator().generate([Prompt(7, 0, ()), long], replace(PARAMS, stop_ids=(37,)), seed=0)
+    for part in ("stop id 37 is not in the vocabulary of 37", "prompt 7 is empty",
+                 "prompt 8 has 500 tokens; with max_new_tokens 24 it may have 488 (max_position_embeddings 512)"):
+        assert part in str(error.value)
+
+
+def test_weights_that_are_not_numbers_are_named():
+    generator = make_generator()
+    with torch.no_grad():
+        next(generator.stage.parameters()).fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="prompt 100, sample 0: the log-prob of response token 0 is NaN"):
+        generator.generate(make_prompts([4]), PARAMS, seed=0)
+
+
+def test_limits_are_checked():
+    with pytest.raises(ValueError, match="max_batch_rows is 0"):
+        make_generator(max_batch_rows=0)
