@@ -112,8 +112,8 @@ def _whole(value: object) -> bool:
 
 def _sharding(train: Tree, faults: list[Fault], notes: list[str]) -> None:
     """zero_stage 2 and 3 and fsdp ask for what tensor and pipeline parallelism do here."""
-    instead = ("instead, the replicas share out the optimizer states (zero_stage 1), and weights and gradients are cut by "
-               "train.layout.tp and train.layout.pp")
+    instead = ("instead, the replicas share out the optimizer states (zero_stage 1), and weights and gradients are cut "
+               "by train.layout.tp and train.layout.pp")
     fsdp = train.pop("fsdp", False)
     if not isinstance(fsdp, bool):
         faults.append(Fault("train.fsdp", fsdp, "is not true or false"))
@@ -174,8 +174,8 @@ def _algorithm(algorithm: Tree, faults: list[Fault], notes: list[str]) -> Tree:
     ours = {name: value for name, value in algorithm.items() if name in known}
     for name in algorithm.keys() - ours.keys():
         near = nearest_key(str(name), known, ())
-        faults.append(Fault(f"rl_algorithm.{name}", algorithm[name], "unknown key",
-                            f"did you mean rl_algorithm.{near}?" if near else f"keys here: {listed(ARTICLE_ALGORITHM)}"))
+        hint = f"did you mean rl_algorithm.{near}?" if near else f"keys here: {listed(ARTICLE_ALGORITHM)}"
+        faults.append(Fault(f"rl_algorithm.{name}", algorithm[name], "unknown key", hint))
     if "type" in ours:
         ours["name"] = ours.pop("type")
     if "clip_eps" in ours:
