@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -65,33 +66,41 @@ PANELS = (
     Panel("KL (nats per token)", (Line("policy/kl_reference", "to the reference", BLUE),
                                   Line("policy/approx_kl", "of the update", ORANGE))),
     Panel("Entropy (nats per token)", (Line("policy/entropy", "policy", BLUE),)),
+    Panel("Supervised loss (nats per token)", (Line("sft/loss", "supervised", BLUE),)),
     Panel("Loss", (Line("policy/loss", "policy", BLUE),), (Line("critic/loss", "critic", ORANGE),), "policy", "critic"),
+    Panel("Gradient norm", (Line("sft/grad_norm", "supervised", BLUE),)),
     Panel("Gradient norm", (Line("policy/grad_norm", "policy", BLUE),), (Line("critic/grad_norm", "critic", ORANGE),),
           "policy", "critic"),
 )
 
 
 def draw_curve(metrics_path: Path, png_path: Path, title: str) -> bool:
-    """Draw the learning curve of a metrics.jsonl; False, and no file, where it has no steps yet."""
-    records = read_metrics(metrics_path)
-    if not records:
+    """Draw the learning curve of a metrics.jsonl; False, and no file, where it has nothing to draw yet."""
+    figure = learning_curve(read_metrics(metrics_path), title)
+    if figure is None:
         return False
-    figure = learning_curve(records, title)
     png_path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(str(png_path))
     return True
 
 
-def learning_curve(records: Sequence[MetricRecord], title: str) -> Figure:
-    """Six panels over the steps. A metric that the run did not log is left out, an empty panel says so."""
-    figure = Figure(figsize=(15, 8), dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
+def learning_curve(records: Sequence[MetricRecord], title: str) -> Figure | None:
+    """A panel over the steps for each thing that the run logged, step times last; None where it logged none."""
+    logged = {name for record in records for name, value in record.items() if value is not None}
+    draws = [partial(_draw_panel, panel=panel) for panel in PANELS
+             if any(line.metric in logged for line in (*panel.left, *panel.right))]
+    if "time/step" in logged:
+        draws.append(_draw_step_time)
+    if not draws:
+        return None
+    num_rows = 1 if len(draws) <= 3 else 2
+    num_columns = math.ceil(len(draws) / num_rows)
+    figure = Figure(figsize=(5 * num_columns, 4 * num_rows), dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.02, hspace=0.03)
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK)
-    axes = figure.subplots(2, 3, sharex=True).flatten()
-    for panel, ax in zip(PANELS, axes, strict=False):
-        _draw_panel(ax, panel, records)
-    _draw_step_time(axes[5], records)
-    for ax in axes[3:]:
+    for place, draw in enumerate(draws, start=1):
+        ax = figure.add_subplot(num_rows, num_columns, place)
+        draw(ax, records=records)
         ax.set_xlabel("step", color=INK)
     return figure
 
@@ -120,9 +129,7 @@ def _draw_panel(ax: Axes, panel: Panel, records: Sequence[MetricRecord]) -> None
         twin = ax.twinx()
         _dress_twin(ax, twin, panel)
         drawn += _draw_lines(twin, panel.right, records)
-    if not drawn:
-        _say_empty(ax)
-    elif len(drawn) > 1 and not panel.right:
+    if len(drawn) > 1 and not panel.right:
         ax.legend(handles=drawn, frameon=False, fontsize=9, labelcolor=INK)
 
 
@@ -147,9 +154,6 @@ def _draw_step_time(ax: Axes, records: Sequence[MetricRecord]) -> None:
     timed = [record for record in records if "time/step" in record and record["time/step"] is not None]
     phases = [phase for phase in PHASE_COLOURS if any(_seconds(record, phase) > 0 for record in timed)]
     _dress(ax, "Step time (s), evaluation left out")
-    if not phases:
-        _say_empty(ax)
-        return
     stacks = [[_seconds(record, phase) for record in timed] for phase in phases]
     stacks.append([max(0.0, record["time/step"] - sum(_seconds(record, p) for p in phases)) for record in timed])
     # Two points a step, at its edges: a block a step at a hundredth of the cost of bars.
@@ -178,11 +182,6 @@ def _limit_step_time(ax: Axes, timed: Sequence[MetricRecord]) -> None:
 def _seconds(record: MetricRecord, phase: Phase) -> float:
     name = f"time/{phase.value}"
     return record[name] if name in record and record[name] is not None else 0.0
-
-
-def _say_empty(ax: Axes) -> None:
-    ax.text(0.5, 0.5, "not logged in this run", transform=ax.transAxes, ha="center", va="center", color=GREY)
-    ax.set_yticks([])
 
 
 def _dress(ax: Axes, title: str) -> None:

@@ -18,6 +18,8 @@ from rich.text import Text
 # Steps that the time left is judged by: enough to smooth one slow step, few enough to follow growing responses.
 RECENT_STEPS = 20
 PLAIN_WIDTH = 120
+# Below this many columns the bar itself shrinks, so that the numbers keep their place.
+WIDE_TERMINAL = 110
 
 
 class ProgressStyle(Enum):
@@ -98,7 +100,7 @@ class BarProgress:
         self._pace = Pace()
         self._bar = RichProgress(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=24 if console.width >= WIDE_TERMINAL else 5),
             TextColumn("{task.fields[cells]}", markup=False),
             TextColumn("{task.fields[left]}", style="dim", markup=False),
             console=console,
@@ -110,7 +112,7 @@ class BarProgress:
         """Move the bar."""
         self._pace.add(metrics)
         left = self._pace.left(self._total_steps - step)
-        self._bar.update(self._task, completed=step, cells=" | ".join(cells(metrics)), left=left)
+        self._bar.update(self._task, completed=step, cells="  ".join(cells(metrics)), left=left)
 
     def close(self) -> None:
         """Leave the last state of the bar in the scroll-back."""
@@ -138,15 +140,16 @@ class Pace:
 def cells(metrics: dict[str, float]) -> list[str]:
     """What is shown of a step. Example: `["1.84 s", "reward 0.412", "KL 0.0031", "5,120 tokens/s"]`.
 
-    KL is that to the reference; where the run has none, that of the step's own update.
+    KL is that to the reference; where the run has none, that of the step's own update. A supervised step has a loss in
+    place of reward and KL.
     """
     kl = "policy/kl_reference" if "policy/kl_reference" in metrics else "policy/approx_kl"
-    shown = [
-        _cell(metrics, "time/step", "{:.2f} s"),
-        _cell(metrics, "reward/mean", "reward {:.3f}"),
-        _cell(metrics, kl, "KL {:.4f}"),
-        _cell(metrics, "perf/tokens_per_second", "{:,.0f} tokens/s"),
-    ]
+    if "sft/loss" in metrics:
+        learned = [_cell(metrics, "sft/loss", "loss {:.4f}")]
+    else:
+        learned = [_cell(metrics, "reward/mean", "reward {:.3f}"), _cell(metrics, kl, "KL {:.4f}")]
+    speed = _cell(metrics, "perf/tokens_per_second", "{:,.0f} tokens/s")
+    shown = [_cell(metrics, "time/step", "{:.2f} s"), *learned, speed]
     if "eval/accuracy" in metrics:
         shown.append(_cell(metrics, "eval/accuracy", "held-out accuracy {:.3f}"))
     return shown

@@ -13,13 +13,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from hybridflow.config.words import WandbMode
 from hybridflow.observe.curve import draw_curve
 from hybridflow.observe.metric_log import JsonlSink, MetricLog, MetricSink, read_metrics
 from hybridflow.observe.progress import choose_style, open_progress
 from hybridflow.observe.samples import RolloutSample, SampleLog
 from hybridflow.observe.summary import summarise
 from hybridflow.observe.tensorboard_sink import open_tensorboard
-from hybridflow.observe.wandb_sink import WandbMode, WandbSink
+from hybridflow.observe.wandb_sink import WandbSink
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class RunView:
 
         view = RunView(options, world.rank, open_console())
         view.say("The actor trains at tp2 pp2 dp1.")
+        view.before_training({"eval/accuracy": 0.25})
         view.step(1, metrics)
         view.samples(1, [RolloutSample("2+2=", "4", "4", 1.0)])
         view.finish()
@@ -75,6 +77,12 @@ class RunView:
         """Print a sentence, above the bar if there is one."""
         if self._is_shown:
             self._console.print(Text(sentence), soft_wrap=True)
+
+    def before_training(self, metrics: dict[str, float]) -> None:
+        """Log what was measured before the first step, as step 0."""
+        self._metrics.log(0, metrics)
+        if "eval/accuracy" in metrics:
+            self.say(f"Before training, held-out accuracy is {metrics['eval/accuracy']:.3f}.")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """A step (the first is 1) is done: log its metrics and show progress."""

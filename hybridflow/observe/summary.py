@@ -47,7 +47,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _length(records: Sequence[MetricRecord]) -> str:
-    steps = "1 step" if len(records) == 1 else f"{len(records)} steps"
+    made = sum(record["step"] > 0 for record in records)  # step 0 is what was measured before training
+    steps = "1 step" if made == 1 else f"{made} steps"
     seconds = math.fsum(_values(records, "time/step")) + math.fsum(_values(records, "time/evaluate"))
     return f"{steps} took {duration(seconds)}." if seconds > 0 else f"The run made {steps}."
 

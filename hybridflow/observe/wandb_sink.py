@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 
-
-class WandbMode(Enum):
-    """`OFFLINE` writes under the run folder, needs neither account nor network, and can be synced later."""
-
-    OFF = "off"
-    OFFLINE = "offline"
-    ONLINE = "online"
+from hybridflow.config.words import WandbMode
 
 
 class WandbSink:
-    """One wandb run. A resumed job starts a further wandb run of the same name."""
+    """One wandb run. Offline it needs neither account nor network, and `wandb sync` uploads it later.
+
+    A resumed job starts a further wandb run of the same name.
+    """
 
     def __init__(self, mode: WandbMode, run_dir: Path, name: str, config: dict[str, object]) -> None:
         """Start a run that keeps its files in `run_dir/wandb` and prints nothing.
@@ -31,6 +27,7 @@ class WandbSink:
             raise ValueError(f"logging.wandb={mode.value} needs the package wandb, which is not installed: "
                              "pip install wandb, or set logging.wandb=off") from error
         run_dir.mkdir(parents=True, exist_ok=True)
+        self._wandb = wandb
         self._run = wandb.init(
             project="hybridflow",
             name=name,
@@ -45,5 +42,8 @@ class WandbSink:
         self._run.log(metrics, step=step)
 
     def close(self) -> None:
-        """Finish the run; online, this waits until everything is uploaded."""
+        """Finish the run and wait until everything is written (online: uploaded)."""
         self._run.finish()
+        # wandb 0.31: an offline finish() returns before its service process has written the last records (seen: a file
+        # of 7 bytes, whole 0.3 s later). teardown() waits for that process to end.
+        self._wandb.teardown()

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 
 import pytest
 from rich.console import Console
@@ -52,6 +53,7 @@ def test_missing_metrics_are_dashes():
     assert cells({}) == ["- s", "reward -", "KL -", "- tokens/s"]
     assert cells({"policy/approx_kl": 0.5})[2] == "KL 0.5000"
     assert cells(METRICS | {"eval/accuracy": 0.75})[4] == "held-out accuracy 0.750"
+    assert cells({"sft/loss": 1.5, "time/step": 2.0}) == ["2.00 s", "loss 1.5000", "- tokens/s"]
     assert cells({"reward/mean": math.nan})[1] == "reward nan"
 
 
@@ -62,9 +64,21 @@ def test_bar_on_a_terminal():
     out.print("a sentence above")
     progress.close()
     text = out.file.getvalue()
-    assert "step 5/10" in text and "reward 0.412 | KL 0.0031 | 5,120 tokens/s" in text and "9 s left" in text
+    assert "step 5/10" in text and "1.84 s  reward 0.412  KL 0.0031  5,120 tokens/s" in text
+    assert "9 s left" in text
     assert "a sentence above" in text
     assert text.endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def test_bar_keeps_its_numbers_on_80_columns():
+    out = console(terminal=True, width=80)
+    progress = open_progress(ProgressStyle.BAR, 200, out)
+    progress.step(120, METRICS)
+    progress.close()
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.file.getvalue()).replace("\r", "\n").split("\n")
+    (row,) = {line.rstrip() for line in last if "120/200" in line}
+    assert row.startswith("step 120/200 ")
+    assert row.endswith(" 1.84 s  reward 0.412  KL 0.0031  5,120 tokens/s 2 min 27 s left")
 
 
 def test_none_prints_nothing():

@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
+from hybridflow.config.words import WandbMode
 from hybridflow.observe.jsonl import JsonlFile, read_jsonl
 from hybridflow.observe.metric_log import JsonlSink, MetricLog, read_metrics
 from hybridflow.observe.metric_names import METRICS, check_names, describe, find_metric
 from hybridflow.observe.tensorboard_sink import open_tensorboard
-from hybridflow.observe.wandb_sink import WandbMode, WandbSink
+from hybridflow.observe.wandb_sink import WandbSink
 
 NAN, INF = math.nan, math.inf
 

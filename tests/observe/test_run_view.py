@@ -54,24 +54,26 @@ def test_curve_draws_the_numbers_logged():
     rows = records(12)
     rows[5]["policy/grad_norm"] = None
     figure = learning_curve(rows, "a run")
-    reward, kl, entropy, loss, norm, seconds, *twins = figure.axes
+    reward, kl, entropy, loss, loss_twin, norm, norm_twin, seconds = figure.axes
     lines = {line.get_label(): list(line.get_ydata()) for line in reward.lines}
     assert lines == {"mean reward": [row["reward/mean"] for row in rows], "held-out accuracy": [0.25, 0.75]}
-    assert [len(twin.lines) for twin in twins] == [1, 1]
+    assert list(norm_twin.lines[0].get_ydata()) == [1.0] * 12 and len(loss_twin.lines) == 1
     assert math.isnan(norm.lines[0].get_ydata()[5])
     assert {text.get_text() for text in seconds.get_legend().get_texts()} == {"generate", "update actor", "other"}
 
 
-def test_a_run_without_a_metric_says_so():
-    figure = learning_curve([{"step": 1, "reward/mean": 0.5}], "a run")
-    words = [[text.get_text() for text in ax.texts] for ax in figure.axes]
-    assert words == [[], *[["not logged in this run"]] * 5]
+def test_only_what_was_logged_gets_a_panel():
+    rows = [{"step": 1, "sft/loss": 2.0, "sft/grad_norm": 1.0, "time/step": 1.0}, {"step": 2, "eval/accuracy": 0.5}]
+    titles = [ax.get_title(loc="left") for ax in learning_curve(rows, "a run").axes]
+    assert titles == ["Reward", "Supervised loss (nats per token)", "Gradient norm",
+                      "Step time (s), evaluation left out"]
+    assert learning_curve([{"step": 1, "time/step": None}], "a run") is None
 
 
 def test_one_very_slow_step_is_named_and_does_not_flatten_the_rest():
     rows = records(12)
     rows[3]["time/step"] = 100.0
-    seconds = learning_curve(rows, "a run").axes[5]
+    seconds = learning_curve(rows, "a run").axes[-1]
     assert "step 4 took 100.0" in seconds.get_title(loc="left")
     assert seconds.get_ylim()[1] < 10
 
@@ -121,12 +123,24 @@ def test_view_from_start_to_finish_and_on(tmp_path):
     out = run(options, 0, 1, 2)
     assert out.startswith("[b]Begins.\nstep 1/2 | 1.00 s | reward 0.100 | KL - |")
     assert "2 steps took 2 s. Mean reward went from 0.100 to 0.200." in out
-    assert png_size(tmp_path / "run" / "learning_curve.png") == (1950, 1040)
+    assert png_size(tmp_path / "run" / "learning_curve.png") == (1300, 520)
     assert len((tmp_path / "run" / "samples.jsonl").read_text().splitlines()) == 4
 
     resumed = ViewOptions(tmp_path / "run", "a run", total_steps=4, first_step=3, num_samples=0, strict=True)
     assert "4 steps took 4 s." in run(resumed, 0, 3, 4)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_what_was_measured_before_training_is_step_0(tmp_path):
+    console = Console(file=io.StringIO(), width=120, highlight=False)
+    view = RunView(ViewOptions(tmp_path, "a run", total_steps=1, strict=True), 0, console)
+    view.before_training({"eval/accuracy": 0.25})
+    view.step(1, {"time/step": 2.0, "eval/accuracy": 0.5})
+    view.finish()
+    out = console.file.getvalue()
+    assert out.startswith("Before training, held-out accuracy is 0.250.\nstep 1/1 |")
+    assert "1 step took 2 s. Held-out greedy accuracy went from 0.250 to 0.500." in out
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1]
 
 
 def test_other_ranks_touch_nothing(tmp_path):
