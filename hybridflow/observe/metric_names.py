@@ -53,6 +53,9 @@ _POLICY = (
     MetricInfo("policy/loss", "loss", "The actor's loss with every term in it, under the configured reduction.",
                _UPDATES),
     MetricInfo("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped.", _TOKENS),
+    MetricInfo("policy/dual_clip_fraction", "fraction", "Tokens held by the dual clip (negative advantage, great ratio).",
+               _TOKENS),
+    MetricInfo("policy/kl_loss", "loss", "The KL term of the actor's loss, before its coefficient.", _UPDATES),
     MetricInfo("policy/approx_kl", "nats", "KL from the policy that made the rollouts to the updated one (k3).",
                _TOKENS),
     MetricInfo("policy/entropy", "nats", "Entropy of the next-token distribution at the sampling temperature.",
@@ -75,7 +78,8 @@ _CRITIC = (
     MetricInfo("critic/value_mean", "return", "Value predicted before the update.", _TOKENS),
     MetricInfo("critic/return_mean", "return", "Return that the critic is trained towards.", _TOKENS),
     MetricInfo("critic/explained_variance", "fraction", "1 - var(return - value) / var(return). 1 is perfect, 0 is no "
-               "better than the mean return.", _TOKENS),
+               "better than the mean return, NaN where the return does not vary.", _TOKENS),
+    MetricInfo("critic/value_error", "return squared", "Squared error of the values, before the coefficient.", _TOKENS),
     MetricInfo("critic/grad_norm", "norm", "Global L2 norm of the critic's gradient, before clipping.", _UPDATES),
     MetricInfo("critic/lr", "1", "The critic's learning rate at the last optimizer step.", "-"),
 )
