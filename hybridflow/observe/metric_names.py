@@ -53,7 +53,7 @@ _POLICY = (
     MetricInfo("policy/loss", "loss", "The actor's loss with every term in it, under the configured reduction.",
                _UPDATES),
     MetricInfo("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped.", _TOKENS),
-    MetricInfo("policy/dual_clip_fraction", "fraction", "Tokens held by the dual clip (negative advantage, great ratio).",
+    MetricInfo("policy/dual_clip_fraction", "fraction", "Tokens held by the dual clip (advantage below 0).",
                _TOKENS),
     MetricInfo("policy/kl_loss", "loss", "The KL term of the actor's loss, before its coefficient.", _UPDATES),
     MetricInfo("policy/approx_kl", "nats", "KL from the policy that made the rollouts to the updated one (k3).",
