@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ from hybridflow.models.hf_export import export_hf, tokenizer_files
 from hybridflow.models.hf_import import load_hf
 from hybridflow.models.layout import stage_layers
 from hybridflow.models.weights import decoder_shard_map
+from hybridflow.parallel.box import Box
 from hybridflow.parallel.collectives import all_gather, all_reduce
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.pipeline import PipelineRunner
@@ -102,8 +104,28 @@ def backward(built: Built, samples: list[tuple[Sample, torch.Tensor]], per_micro
             all_reduce(parameter.grad, group)
 
 
-def gradients(built: Built) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in built.stage.named_parameters()}
+def sample_gradients(world, case: Case, samples: list[tuple[Sample, torch.Tensor]], per_micro_batch: int,
+                     ) -> list[tuple[Box, np.ndarray, bool]]:
+    """For each box of this rank its gradient, and whether this rank counts it in the norm."""
+    built = build(world, case)
+    backward(built, samples, per_micro_batch)
+    syncs = built.stage.grad_syncs()
+    grads = {name: parameter.grad.contiguous() for name, parameter in built.stage.named_parameters()}
+    return [(shard.box, shard.view(grads).numpy(), syncs[shard.storage].counted)
+            for shard in built.shard_map.shards(world.rank)]
+
+
+def descend(world, case: Case, samples: list[tuple[Sample, torch.Tensor]], steps: int,
+            learning_rate: float) -> list[tuple[Box, np.ndarray]]:
+    """The boxes of this rank after some steps of plain gradient descent."""
+    built = build(world, case)
+    for _ in range(steps):
+        backward(built, samples, 2)
+        with torch.no_grad():
+            for parameter in built.stage.parameters():
+                parameter.sub_(parameter.grad, alpha=learning_rate)
+                parameter.grad = None
+    return [(shard.box, shard.view(built.storages).numpy()) for shard in built.shard_map.shards(world.rank)]
 
 
 def import_run_export(world, cases, out):
