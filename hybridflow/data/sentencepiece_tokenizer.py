@@ -6,7 +6,6 @@ The only module (with sentencepiece_export.py, its half for Hugging Face) that k
 import io
 import re
 from collections.abc import Iterable, Sequence
-from enum import Enum
 from pathlib import Path
 
 import sentencepiece
@@ -15,13 +14,6 @@ from hybridflow.data.records import Prompt
 from hybridflow.data.tokenizer import decode_known, plain_chat
 
 MODEL_FILE = "tokenizer.model"
-
-
-class PieceModel(Enum):
-    """How sentencepiece cuts text. BPE is the one whose ids transformers reproduces exactly, ties included."""
-
-    BPE = "bpe"
-    UNIGRAM = "unigram"
 
 
 class SentencePieceTokenizer:
@@ -87,11 +79,9 @@ def train_sentencepiece(
     lines: Iterable[str],
     folder: str | Path,
     vocab_size: int,
-    *,
-    piece_model: PieceModel = PieceModel.BPE,
     symbols: tuple[str, ...] = (),
 ) -> SentencePieceTokenizer:
-    """Train a tokenizer on `lines` and save it into `folder` (Hugging Face form included).
+    """Train a BPE tokenizer on `lines` and save it into `folder` (Hugging Face form included).
 
     Lossless: no normalisation, spaces kept as they are, unseen characters become their UTF-8 bytes. Digits are single
     tokens. `symbols` are kept whole. Ids: 0 unknown, 1 bos, 2 eos, then symbols, 256 bytes, pieces.
@@ -101,7 +91,7 @@ def train_sentencepiece(
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type=piece_model.value,
+            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type="bpe",
             user_defined_symbols=list(symbols), byte_fallback=True, split_digits=True, character_coverage=1.0,
             normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
             input_sentence_size=0, shuffle_input_sentence=False, num_threads=1, minloglevel=2,

@@ -9,7 +9,7 @@ import transformers
 
 from hybridflow.data.huggingface_tokenizer import HuggingFaceTokenizer
 from hybridflow.data.records import ChatMessage
-from hybridflow.data.sentencepiece_tokenizer import PieceModel, SentencePieceTokenizer, train_sentencepiece
+from hybridflow.data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from hybridflow.data.tokenizer import open_tokenizer
 
 LINES = [f"What is {a} + {b}? The sum of the two numbers is {a + b}." for a in range(30) for b in range(30)]
@@ -148,19 +148,19 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("piece_model", PieceModel)
+@pytest.mark.parametrize("piece_model", ["bpe", "unigram"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_models_trained_elsewhere(tmp_path, name, piece_model):
     options = {
         "byte_fallback": True,
         "vocab_size": 320,
-        "hard_vocab_limit": piece_model is PieceModel.BPE,
+        "hard_vocab_limit": piece_model == "bpe",
         **OTHERS[name],
     }
     if not options["byte_fallback"]:
         options["vocab_size"] = 60
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES), model_prefix=str(tmp_path / "m"), model_type=piece_model.value,
+        sentence_iterator=iter(LINES), model_prefix=str(tmp_path / "m"), model_type=piece_model,
         num_threads=1, minloglevel=2, **options,
     )  # fmt: skip
     tokenizer = SentencePieceTokenizer.open(tmp_path / "m.model")
