@@ -29,6 +29,8 @@ from typing import Any
 
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 MESSAGE_CHARACTERS = 400
+# Processor seconds per core beyond the limit of a row, before the kernel ends the process.
+CPU_SLACK_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def _one_line(error: BaseException) -> str:
 def _bound_cpu(limit_s: float) -> None:
     """Let the kernel end a call that spins on after whoever would have killed it has died."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = used.ru_utime + used.ru_stime + (limit_s + 10.0) * (os.cpu_count() or 1)
+    seconds = used.ru_utime + used.ru_stime + (limit_s + CPU_SLACK_S) * (os.cpu_count() or 1)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = math.ceil(seconds) if hard == resource.RLIM_INFINITY else min(math.ceil(seconds), hard)
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))

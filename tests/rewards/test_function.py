@@ -1,5 +1,6 @@
 """Reward functions of users, run for real. Case 24 of the public cases is here."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import pytest
 
 from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.records import FaultCounts, FaultKind, FaultPolicy, OnFault, RewardFault, RewardRequest
+from tests.ranks import run_ranks
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
 NOBODY_IS_MINUS_ONE = FaultPolicy(OnFault.VALUE, value=-1.0)
@@ -201,3 +203,32 @@ def test_a_script_without_a_main_guard_works_and_leaves_no_process_behind(tmp_pa
             return
         time.sleep(0.1)
     pytest.fail("the worker outlives its owner")
+
+
+def score_on_a_rank(world):
+    with load("score", timeout_s=LIMIT_S) as function:
+        return function.score(rows("yes", "spin", "no")).scores.tolist()
+
+
+def test_every_rank_has_its_own_worker():
+    assert run_ranks(2, score_on_a_rank) == [[1.0, -1.0, 0.0]] * 2
+
+
+def test_the_file_is_not_run_in_the_process_of_the_rank():
+    with load("score") as function:
+        assert function.score(rows("yes")).scores.tolist() == [1.0]
+    assert not [name for name in sys.modules if "reward_file" in name]
+
+
+SPIN = """
+import re
+from hybridflow.rewards import worker
+worker._bound_cpu(limit_s=0.01 - worker.CPU_SLACK_S)
+re.match(r"(a+)+$", "a" * 64 + "b")
+"""
+
+
+def test_the_kernel_ends_a_call_that_spins_on_when_nobody_can_kill_it():
+    root = FUNCTIONS.parents[2]
+    done = subprocess.run([sys.executable, "-c", SPIN], cwd=root, timeout=60, capture_output=True)
+    assert done.returncode == -signal.SIGXCPU
