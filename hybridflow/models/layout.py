@@ -5,8 +5,8 @@ Pure arithmetic on a `ModelConfig` and a `Layout`; it knows no tensors and no gr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 from hybridflow.models.config import ModelConfig
 from hybridflow.parallel.mesh import Layout

@@ -78,7 +78,7 @@ class RopeConfig:
                    max_positions=max_positions, original_max_positions=int(original or max_positions), **given)
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys `rope_theta` and `rope_scaling`, which transformers 4 and 5 both read, and which read back as this."""
+        """`rope_theta` and `rope_scaling`, which transformers 4 and 5 both read, and which read back as this."""
         if self.kind is RopeKind.DEFAULT:
             return {"rope_theta": self.theta, "rope_scaling": None}
         given = {name: getattr(self, name) for name in OPTIONAL if getattr(self, name) is not None}
@@ -151,7 +151,7 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
-    """Pairs that turn less than `beta_slow` times over the original length are stretched, those over `beta_fast` kept."""
+    """Pairs of fewer than `beta_slow` turns over the original length are stretched, of more than `beta_fast` kept."""
 
     def pair_with(turns: float) -> float:
         return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -38,6 +38,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def has_weights(folder: Path) -> bool:
+    """Whether a model folder has safetensors files."""
     return (folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()
 
 

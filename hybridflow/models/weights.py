@@ -6,7 +6,7 @@ state_dict). Pure metadata; weights are moved by plans over these maps and nothi
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.layout import HeadSplit, require_layout, split_heads, stage_layers

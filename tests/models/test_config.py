@@ -65,7 +65,8 @@ def test_folder_keeps_the_dtype_of_the_files(tmp_path):
 @pytest.mark.parametrize("family", Family)
 def test_spec_round_trip(family, tmp_path):
     """A config made from a spec reads back as itself, here and in transformers."""
-    config = ModelConfig(family, 32, 16, 24, 2, 4, 2, 8, qkv_bias=family is Family.QWEN2, qk_norm=family is Family.QWEN3,
+    config = ModelConfig(family, 32, 16, 24, 2, 4, 2, 8, qkv_bias=family is Family.QWEN2,
+                         qk_norm=family is Family.QWEN3,
                          rope=RopeConfig(5e5, RopeKind.LINEAR, factor=2.0, max_positions=2048), eos_token_ids=(2, 9))
     assert ModelConfig.from_hf_dict(config.to_hf_dict()) == config
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf_dict()))
