@@ -68,7 +68,7 @@ class HeadWeight(nn.Module):
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """Of each target `[targets]`, fp32 or better: its log-probability, and the entropy there (None unless asked for)."""
+    """Of each target `[targets]`, fp32 or better: its log-probability, and the entropy (None unless asked for)."""
 
     log_probs: Tensor
     entropy: Tensor | None

@@ -1,4 +1,4 @@
-"""How a decoder is cut over tensor ranks and pipeline stages: layers of a stage, heads of a rank, and what does not fit.
+"""How a decoder is cut over tensor ranks and pipeline stages: layers of a stage, heads of a rank, what does not fit.
 
 Pure arithmetic on a `ModelConfig` and a `Layout`; it knows no tensors and no groups.
 """
