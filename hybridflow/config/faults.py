@@ -102,7 +102,7 @@ def nearest_key(unknown: str, block: Iterable[str], known: Iterable[str]) -> str
     """
     prefix, _, name = unknown.rpartition(".")
     by_name = {}
-    for key in known:
+    for key in sorted(known, key=lambda key: key.count(".")):  # the least nested of keys with one name
         by_name.setdefault(key.rpartition(".")[2], key)
     if same_block := get_close_matches(name, list(block), n=1, cutoff=0.7):
         return f"{prefix}.{same_block[0]}" if prefix else same_block[0]

@@ -6,15 +6,16 @@ before the first is reported.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, make_dataclass
 from enum import Enum
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridflow.config.faults import ConfigError, Fault, listed, nearest_key, require_none
@@ -46,8 +47,8 @@ def read_tree(source: Source, overrides: Sequence[str]) -> tuple[Tree, list[Faul
     """
     tree = OmegaConf.create(dict(source)) if isinstance(source, Mapping) else _read_yaml(Path(source))
     faults = [fault for override in overrides if (fault := _apply(tree, override)) is not None]
-    merged = OmegaConf.merge(OmegaConf.create(to_tree(Config())), tree)
-    faults += list(_resolve(tree, merged, ""))
+    if "${" in OmegaConf.to_yaml(tree):
+        faults += list(_resolve(tree, _with_defaults(tree), ""))
     return OmegaConf.to_container(tree), faults
 
 
@@ -111,10 +112,31 @@ def _apply(tree: DictConfig, override: str) -> Fault | None:
         return Fault(override, text or None, "is not an override", "write key=value, e.g. train.seed=1")
     try:
         value = OmegaConf.from_dotlist([f"value={text}"]).value
+        _bring_default_list(tree, key)
         OmegaConf.update(tree, key.strip(), value, force_add=True)
     except (yaml.YAMLError, OmegaConfBaseException, IndexError, ValueError, TypeError) as error:
         return Fault(key, text, f"cannot be set: {str(error).splitlines()[0]}")
     return None
+
+
+def _bring_default_list(tree: DictConfig, key: str) -> None:
+    """An override of one element, such as data.tasks[0].weight, changes the default list where the file has none."""
+    head = re.split(r"\[|\.\d", key)[0].strip()
+    if head == key or OmegaConf.select(tree, head) is not None:
+        return
+    default = OmegaConf.select(OmegaConf.create(to_tree(Config())), head)
+    if isinstance(default, ListConfig):
+        OmegaConf.update(tree, head, default, force_add=True)
+
+
+def _with_defaults(tree: DictConfig) -> DictConfig:
+    """The tree over the defaults, for interpolations to look in; the tree alone where its shape is wrong."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.create(to_tree(Config())), tree)
+    except (TypeError, OmegaConfBaseException):
+        return tree
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _resolve(tree: Any, merged: Any, prefix: str) -> Iterator[Fault]:
@@ -151,7 +173,7 @@ def _checked(cls: type, tree: Mapping[Any, Any], prefix: str, faults: list[Fault
                           for i, item in enumerate(value)]
         else:
             value = _as_word(hints[name], value)
-            if _fits(cls, name, hints[name], value):
+            if _fits(hints[name], value):
                 good[name] = value
             else:
                 faults.append(Fault(key, value, f"is not {_described(hints[name])}", _word_hint(hints[name], value)))
@@ -163,12 +185,14 @@ def _unknown(key: str, value: object, block: Mapping[str, Any]) -> Fault:
     return Fault(key, value, "unknown key", f"did you mean {near}?" if near else f"keys here: {', '.join(block)}")
 
 
-def _fits(cls: type, name: str, hint: Any, value: object) -> bool:
+def _fits(hint: Any, value: object) -> bool:
+    """Whether omegaconf takes the value for a key of this type."""
     words = _words(hint)
     if words is not None and value is not None and not isinstance(value, words):
         return False  # omegaconf would take the Enum's Python name as well
     try:
-        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), {name: value}))
+        key = OmegaConf.structured(make_dataclass("Key", [("value", hint)]))
+        OmegaConf.to_object(OmegaConf.merge(key, {"value": value}))
     except OmegaConfBaseException:
         return False
     return True

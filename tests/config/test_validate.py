@@ -1,0 +1,179 @@
+"""Rules between keys and with the world size (cases 26 and 27), each with a value that would work."""
+
+import pytest
+
+from hybridflow.config.bounds import BOUNDS, value_at
+from hybridflow.config.idle import IDLE
+from hybridflow.config.load import load_config
+from hybridflow.config.schema import Config
+from hybridflow.config.validate import Command, validate
+from tests.config.builders import SPEC, config
+
+
+def faults(world_size, *overrides, command=Command.TRAIN, tree=None):
+    return {fault.key: str(fault) for fault in validate(config(*overrides, tree=tree), world_size, command)}
+
+
+def test_the_base_config_is_valid_on_many_worlds():
+    assert [faults(world) for world in (1, 2, 3, 8)] == [{}, {}, {}, {}]
+
+
+def test_a_world_of_8_cannot_have_tp_3():  # case 26
+    message = faults(8, "train.layout.tp=3")["train.layout.tp"]
+    assert message == "train.layout.tp = 3: world size 8 cannot be cut in tp 3 x pp 1; choose tp 1, 2, 4 or 8"
+
+
+def test_choices_of_tp_take_pp_into_account():
+    assert faults(8, "train.layout.tp=3", "train.layout.pp=2")["train.layout.tp"].endswith("choose tp 1, 2 or 4")
+    assert faults(8, "train.layout.tp=2", "train.layout.pp=3")["train.layout.pp"].endswith("choose pp 1, 2 or 4")
+    both = faults(8, "train.layout.tp=3", "train.layout.pp=5")["train.layout.tp"]
+    assert both.endswith("choose tp and pp whose product is 1, 2, 4 or 8")
+    assert "train.layout.tp" in faults(8, "train.layout.tp=0")
+
+
+def test_dp_is_checked_if_given():
+    assert faults(8, "train.layout.dp=4", "train.layout.tp=2") == {}
+    assert "choose dp 4, or null" in faults(8, "train.layout.dp=2", "train.layout.tp=2")["train.layout.dp"]
+
+
+def test_every_role_has_its_layout_checked_and_only_roles_that_exist():
+    found = faults(4, "model.critic.layout.tp=3", "model.reference.layout.pp=3", "algorithm.kl.where=reward",
+                   "generation.layout.tp=3")
+    assert set(found) == {"model.critic.layout.tp", "model.reference.layout.pp", "generation.layout.tp"}
+    assert "choose tp 1, 2 or 4" in found["generation.layout.tp"]
+
+
+def test_layers_per_stage():
+    pp = "train.layout.pp=2"
+    key = "train.layout.layers_per_stage"
+    assert faults(2, pp, f"{key}=[1,3]") == {}
+    for wrong in ("[4]", "[0,4]", "[2,3]", "[]"):
+        assert key in faults(2, pp, f"{key}={wrong}"), wrong
+    assert "train.layout.pp" in faults(8, "train.layout.pp=8")
+
+
+def test_accumulation_is_checked():
+    base = ["train.global_batch_size=64", "train.micro_batch_size=4", "data.prompts_per_step=64"]
+    assert faults(2, *base, "train.gradient_accumulation_steps=8") == {}
+    message = faults(2, *base, "train.gradient_accumulation_steps=16")["train.gradient_accumulation_steps"]
+    assert "4 x 16 x dp 2 = 128, but global_batch_size is 64" in message
+    assert "choose gradient_accumulation_steps 8" in message and "global_batch_size 128" in message
+
+
+def test_an_update_needs_that_many_rollouts():
+    message = faults(1, "train.global_batch_size=65")["train.global_batch_size"]
+    assert "64 prompts x 1 samples = 64" in message and "choose 64 or less" in message
+    assert faults(1, "train.global_batch_size=65", command=Command.SFT) == {}
+    assert faults(1, "train.global_batch_size=50") == {}  # a short last update is fine
+
+
+def test_models():
+    assert "model.path" in faults(1, tree={"model": {"tokenizer": "a.model"}})
+    assert "model.spec" in faults(1, tree={"model": {"spec": {}, "path": "folder"}})
+    assert "model.tokenizer" in faults(1, tree={"model": {"spec": {}}})
+    assert faults(1, tree={"model": {"spec": {}}}, command=Command.API) == {}
+    assert faults(1, tree={"model": {"path": "folder"}}) == {}
+    assert "nothing to export" in faults(1, command=Command.EXPORT)["model.path"]
+
+
+@pytest.mark.parametrize(("override", "key"), [
+    ("model.spec.num_heads=3", "model.spec.num_heads"),
+    ("model.spec.num_kv_heads=3", "model.spec.num_kv_heads"),
+    ("model.spec.hidden_size=0", "model.spec.hidden_size"),
+    ("model.spec.rope_theta=0", "model.spec.rope_theta"),
+    ("model.spec.max_position_embeddings=319", "model.spec.max_position_embeddings"),  # 256 + 64 = 320
+    ("generation.temperature=0", "generation.temperature"),
+    ("data.tasks=[]", "data.tasks"),
+    ("data.tasks=[{weight: 0}]", "data.tasks[0].weight"),
+    ("evaluation.prompts=257", "evaluation.prompts"),
+    ("logging.trace_step=100", "logging.trace_step"),
+    ("logging.dir=''", "logging.dir"),
+])
+def test_single_rules(override, key):
+    assert list(faults(1, override)) == [key]
+
+
+def test_greedy_generation_is_only_refused_in_training():
+    assert faults(1, "generation.temperature=0", command=Command.GENERATE) == {}
+
+
+def test_grpo_needs_a_group_and_a_row_reward():
+    grpo = "algorithm.name=grpo"
+    assert set(faults(1, grpo)) == {"generation.samples_per_prompt"}
+    two = "generation.samples_per_prompt=2"
+    assert faults(1, grpo, two) == {}
+    assert set(faults(1, grpo, two, "algorithm.kl.where=reward")) == {"algorithm.kl.where"}
+    assert faults(1, grpo, two, "algorithm.kl.where=loss", "algorithm.kl.estimator=k3") == {}
+
+
+def test_files_need_names_and_a_judge():
+    tree = {"model": {"path": "folder"}, "data": {"source": "jsonl"}}
+    assert set(faults(1, tree=tree)) == {"data.train_files", "reward.function"}
+    assert faults(1, "data.train_files=[a.jsonl]", "reward.function=a.py:score", tree=tree) == {}
+    assert faults(1, "data.train_files=[a.jsonl]", "model.reward_model.path=b", tree=tree) == {}
+
+
+# --- bounds: each key of the table is refused outside and accepted at an edge -------------------------------------
+
+OUTSIDE = {"must be at least 1": 0, "must not be negative": -1, "must be a finite number that is not negative": -0.5,
+           "must be a finite number above 0": 0, "must lie between 0 and 1": 1, "must be above 1": 1,
+           "must lie in [0, 1]": 1.5, "must lie in (0, 1]": 0, "must be two numbers in [0, 1)": "[0.9]",
+           "weights and gradients are split by tensor and pipeline parallelism here, not by ZeRO": 2,
+           "is too small for a vocabulary": 5}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, OUTSIDE[bound.rule]) for bound in BOUNDS for key in bound.keys])
+def test_bounds(key, value):
+    assert key in faults(1, f"{key}={value}")
+
+
+def test_infinite_and_nan_rates_are_refused():
+    assert {"train.optimizer.lr", "algorithm.kl.coef"} <= set(
+        faults(1, "train.optimizer.lr=.inf", "algorithm.kl.coef=.nan", "algorithm.kl.where=reward"))
+
+
+# --- case 27: a key without effect is refused ----------------------------------------------------------------------
+
+SET = {
+    "model.critic": "model.critic.path=a", "train.critic_optimizer": "train.critic_optimizer.lr=1",
+    "algorithm.gamma": "algorithm.gamma=0.5", "algorithm.lam": "algorithm.lam=0.5",
+    "algorithm.value_clip": "algorithm.value_clip=null", "algorithm.value_loss_coef": "algorithm.value_loss_coef=3",
+    "algorithm.normalise_advantages": "algorithm.normalise_advantages=false",
+    "algorithm.grpo_std_normalise": "algorithm.grpo_std_normalise=false",
+    "algorithm.kl.estimator": "algorithm.kl.estimator=k3", "algorithm.kl.coef": "algorithm.kl.coef=0.5",
+    "algorithm.kl.target": "algorithm.kl.target=3", "model.reference": "model.reference.layout.tp=1",
+    "algorithm.constant_length": "algorithm.constant_length=5",
+    "model.reward_model.layout": "model.reward_model.layout.tp=1", "reward": "reward.timeout_s=3",
+    "reward.reasoning_gym": "reward.reasoning_gym=partial", "data.train_files": "data.train_files=[a]",
+    "data.test_files": "data.test_files=[a]", "data.tasks": "data.tasks=[{name: gcd}]", "data.size": "data.size=9999",
+    "data.test_size": "data.test_size=999", "data.prompt_template": "data.prompt_template='{question}'",
+    "train.optimizer.min_lr": "train.optimizer.min_lr=1", "train.critic_optimizer.min_lr":
+    "train.critic_optimizer.min_lr=1",
+}
+CONDITIONS = [
+    ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], [], [], ["model.reward_model.path=m"],
+    ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"], [], [],
+]
+
+
+@pytest.mark.parametrize(("overrides", "key"),
+                         [(on, key) for on, idle in zip(CONDITIONS, IDLE, strict=True) for key in idle.keys])
+def test_idle_keys_are_refused(overrides, key):
+    assert key not in faults(1, *overrides)
+    assert "has no effect" in faults(1, *overrides, SET[key])[key]
+
+
+def test_the_tables_name_keys_that_exist():
+    for key in [key for table in (BOUNDS, IDLE) for entry in table for key in entry.keys]:
+        value_at(Config(), key)
+
+
+def test_validate_reports_faults_of_all_kinds_together():
+    found = faults(8, "train.layout.tp=3", "algorithm.gamma=2", "algorithm.kl.target=1", "data.tasks=[]")
+    assert set(found) == {"train.layout.tp", "algorithm.gamma", "algorithm.kl.target", "data.tasks"}
+
+
+def test_validate_does_not_change_its_config():
+    before = load_config(SPEC)
+    validate(before, 8)
+    assert before == load_config(SPEC)
