@@ -37,14 +37,17 @@ class Generator:
         weight_version: set by whoever loads weights into the stage; None until then.
     """
 
-    def __init__(self, stage: DecoderStage, mesh: Mesh, config: ModelConfig, *, max_batch_rows: int = 128,
-                 max_prefill_tokens: int = 8192) -> None:
-        """
+    def __init__(self, stage: DecoderStage, mesh: Mesh, config: ModelConfig, *, max_batch_rows: int = 256,
+                 max_cache_bytes: int = 4 << 30, max_prefill_tokens: int = 8192) -> None:
+        """The limits are memory and speed, never a token. They are fixed numbers and not what happens to be free, so
+        that a run with the same seed forms the same batches.
+
         Args:
             stage: the whole model (pp 1), not sequence parallel.
             mesh: the generation mesh.
-            max_batch_rows: rows that decode together. The cache holds their tokens, each
-                2 x layers x kv_heads/tp x head_dim numbers; it changes memory and speed, never a token.
+            max_batch_rows: rows that decode together.
+            max_cache_bytes: of this rank. Fewer rows decode together where full rows of the longest prompt would
+                need more; one row is always taken.
             max_prefill_tokens: prompt tokens of one prefill; one longer prompt is still taken, alone.
 
         Raises:
@@ -54,14 +57,17 @@ class Generator:
             raise ValueError(f"generation layout {mesh.layout}: pp is {mesh.layout.pp}; it must be 1")
         if stage.sequence_parallel:
             raise ValueError("generation stage: sequence_parallel is on; a step has too few tokens to cut, turn it off")
-        for name, value in (("max_batch_rows", max_batch_rows), ("max_prefill_tokens", max_prefill_tokens)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1, such as 128")
+        limits = {"max_batch_rows": max_batch_rows, "max_cache_bytes": max_cache_bytes,
+                  "max_prefill_tokens": max_prefill_tokens}
+        faults = [f"{name} is {value}; it must be at least 1" for name, value in limits.items() if value < 1]
+        if faults:
+            raise ValueError("generation: " + "; ".join(faults))
         self.stage = stage
         self.weight_version: int | None = None
         self._mesh = mesh
         self._config = config
-        self._limits = Limits(max_batch_rows, max_prefill_tokens)
+        self._max_batch_rows, self._max_cache_bytes = max_batch_rows, max_cache_bytes
+        self._max_prefill_tokens = max_prefill_tokens
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int,
                  expected_version: int | None = None) -> list[Completion]:
@@ -83,9 +89,12 @@ class Generator:
             raise StaleWeightsError(f"generation expects weight version {expected_version}, but the stage holds "
                                     f"{self.weight_version}: load the weights of this version before generating")
         _check_requests(prompts, params, self._config)
+        shape = self._cache_shape()
+        longest = max((len(prompt.ids) for prompt in prompts), default=0) + params.max_new_tokens
+        rows = min(self._max_batch_rows, max(1, self._max_cache_bytes // (longest * shape.bytes_per_token)))
+        limits = Limits(rows, self._max_prefill_tokens)
         with torch.no_grad():
-            rollout = _Rollout(self.stage, self._mesh.tp, self._cache_shape(), prompts, params, seed, self._limits)
-            return rollout.run()
+            return _Rollout(self.stage, self._mesh.tp, shape, prompts, params, seed, limits).run()
 
     def _cache_shape(self) -> CacheShape:
         config = self._config
@@ -98,8 +107,8 @@ class _Rollout:
 
     def __init__(self, stage: DecoderStage, tp: AxisGroup, shape: CacheShape, prompts: Sequence[Prompt],
                  params: SamplingParams, seed: int, limits: Limits) -> None:
-        self.stage, self.tp, self.shape, self.limits = stage, tp, shape, limits
-        self.prompts, self.params = prompts, params
+        self.stage, self.tp, self.shape = stage, tp, shape
+        self.prompts, self.params, self.limits = prompts, params, limits
         self.waiting = waiting_order(prompts)
         self.groups: list[RowGroup] = []
         self.table = RowTable.empty(shape.device)

@@ -25,6 +25,10 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.kv_heads_per_rank * self.head_dim * self.dtype.itemsize
+
 
 class RowGroup:
     """The cache of rows that were admitted together and have prompts of similar length.

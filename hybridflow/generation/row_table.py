@@ -34,7 +34,7 @@ class RowTable:
 
     @classmethod
     def first(cls, requests: Tensor, keys: Tensor, last_positions: Tensor) -> RowTable:
-        """Rows after their prefill. `keys` has one key per request; `last_positions` `[rows]` are of the last tokens."""
+        """Rows after their prefill. `keys`: one per request; `last_positions` `[rows]`: of the prompts' last tokens."""
         nothing = torch.zeros_like(requests)
         return cls(torch.stack([requests, keys[requests], nothing, last_positions, nothing]))
 

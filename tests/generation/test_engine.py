@@ -210,5 +210,15 @@ def test_weights_that_are_not_numbers_are_named():
 
 
 def test_limits_are_checked():
-    with pytest.raises(ValueError, match="max_batch_rows is 0"):
-        make_generator(max_batch_rows=0)
+    with pytest.raises(ValueError, match="max_batch_rows is 0; it must be at least 1; max_prefill_tokens is -1"):
+        make_generator(max_batch_rows=0, max_prefill_tokens=-1)
+
+
+@pytest.mark.parametrize("rows_that_fit, steps_at_once", [(3.5, 3), (0.5, 1), (100, 8)])
+def test_rows_are_limited_by_the_memory_of_the_cache(rows_that_fit, steps_at_once):
+    bytes_per_token = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 8
+    budget = int(rows_that_fit * (max(LENGTHS) + 5) * bytes_per_token)
+    generator = make_generator(max_cache_bytes=budget)
+    generator.stage = stage = CountedStage(generator.stage)
+    generator.generate(make_prompts(LENGTHS), SamplingParams(max_new_tokens=5), seed=0)
+    assert max(stage.logit_rows) == steps_at_once
