@@ -18,7 +18,8 @@ from copy import deepcopy
 from typing import Any
 
 from hybridflow.config.faults import Fault, listed, nearest_key
-from hybridflow.config.load import Tree, field_types
+from hybridflow.config.hints import field_types
+from hybridflow.config.load import Tree
 from hybridflow.config.schema import AlgorithmConfig
 
 ARTICLE_MODELS = ("actor", "critic", "reward_model")

@@ -13,7 +13,8 @@ from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 from hybridflow.config.faults import shown
-from hybridflow.config.load import block_of, field_types, plain
+from hybridflow.config.hints import block_of, field_types
+from hybridflow.config.load import plain
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass, make_dataclass
+from dataclasses import asdict, make_dataclass
 from enum import Enum
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridflow.config.faults import ConfigError, Fault, listed, nearest_key, require_none
+from hybridflow.config.faults import ConfigError, Fault, nearest_key, require_none
+from hybridflow.config.hints import block_of, described, field_types, is_list, words_of
 from hybridflow.config.schema import Config
 
 Tree = dict[str, Any]
+Block = TypeVar("Block")
 Source = str | Path | Mapping[str, Any]
 
 
@@ -55,10 +56,7 @@ def read_tree(source: Source, overrides: Sequence[str]) -> tuple[Tree, list[Faul
 def typed(tree: Tree) -> tuple[Config, list[Fault]]:
     """The `Config` of a plain tree, and what was wrong; a key that is wrong keeps its default."""
     faults: list[Fault] = []
-    checked = _checked(Config, tree, "", faults)
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), checked))
-    assert isinstance(config, Config)
-    return config, faults
+    return _block(Config, tree, "", faults), faults
 
 
 def to_tree(config: Config) -> Tree:
@@ -157,27 +155,67 @@ def _resolve(tree: Any, merged: Any, prefix: str) -> Iterator[Fault]:
             yield from _resolve(tree[name], merged[name], f"{key}.")
 
 
-def _checked(cls: type, tree: Mapping[Any, Any], prefix: str, faults: list[Fault]) -> Tree:
-    """The entries of `tree` that fit the dataclass `cls`, words turned into enums; the others go to `faults`."""
+def _block(cls: type[Block], tree: Mapping[Any, Any], prefix: str, faults: list[Fault]) -> Block:
+    """The dataclass `cls` with the entries of `tree` that fit it; what does not fit goes to `faults`."""
     hints, good = field_types(cls), {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if name not in hints:
             faults.append(_unknown(key, value, hints))
             continue
-        block = block_of(hints[name])
-        if block is not None and isinstance(value, Mapping):
-            good[name] = _checked(block, value, f"{key}.", faults)
-        elif block is not None and isinstance(value, list) and _is_list(hints[name]):
-            good[name] = [_checked(block, item, f"{key}[{i}].", faults) if isinstance(item, Mapping) else item
-                          for i, item in enumerate(value)]
-        else:
-            value = _as_word(hints[name], value)
-            if _fits(hints[name], value):
-                good[name] = value
-            else:
-                faults.append(Fault(key, value, f"is not {_described(hints[name])}", _word_hint(hints[name], value)))
-    return good
+        try:
+            good[name] = _value(hints[name], value, key, faults)
+        except (OmegaConfBaseException, ValueError):
+            rule = f"is not {described(hints[name])}"
+            faults.append(Fault(key, value, rule, _word_hint(hints[name], value)))
+    return cls(**good)
+
+
+def _value(hint: Any, value: object, key: str, faults: list[Fault]) -> Any:
+    """A value of the type `hint`, made from what YAML has; faults inside a block are collected.
+
+    Raises:
+        ValueError, OmegaConfBaseException: it is of another type.
+    """
+    block, words = block_of(hint), words_of(hint)
+    if value is None or (block is None and words is None):
+        return _converted(hint, value)
+    if words is not None:
+        return _word(words, value)
+    assert block is not None
+    if not is_list(hint):
+        if not isinstance(value, Mapping):
+            raise ValueError(value)
+        return _block(block, value, f"{key}.", faults)
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise ValueError(value)
+    return [_block(block, item, f"{key}[{i}].", faults) for i, item in enumerate(value)]
+
+
+def _converted(hint: Any, value: object) -> Any:
+    """A plain value (or a list or dict of them), converted as an omegaconf structured config of this type does.
+
+    Raises:
+        OmegaConfBaseException: it cannot be.
+    """
+    key = OmegaConf.structured(make_dataclass("Key", [("value", hint)]))
+    return OmegaConf.to_container(OmegaConf.merge(key, {"value": value}))["value"]
+
+
+def _word(words: type[Enum], value: object) -> Enum:
+    """The Enum member that a word names. YAML reads a bare no or off as false; there it is the word again.
+
+    Raises:
+        ValueError: there is no such word.
+    """
+    names = {str(member.value): member for member in words}
+    written = [str(value).lower()]
+    if isinstance(value, bool):
+        written = ["on", "yes"] if value else ["off", "no"]
+    for word in written:
+        if word in names:
+            return names[word]
+    raise ValueError(value)
 
 
 def _unknown(key: str, value: object, block: Mapping[str, Any]) -> Fault:
@@ -185,78 +223,9 @@ def _unknown(key: str, value: object, block: Mapping[str, Any]) -> Fault:
     return Fault(key, value, "unknown key", f"did you mean {near}?" if near else f"keys here: {', '.join(block)}")
 
 
-def _fits(hint: Any, value: object) -> bool:
-    """Whether omegaconf takes the value for a key of this type."""
-    words = _words(hint)
-    if words is not None and value is not None and not isinstance(value, words):
-        return False  # omegaconf would take the Enum's Python name as well
-    try:
-        key = OmegaConf.structured(make_dataclass("Key", [("value", hint)]))
-        OmegaConf.to_object(OmegaConf.merge(key, {"value": value}))
-    except OmegaConfBaseException:
-        return False
-    return True
-
-
-def field_types(cls: type) -> dict[str, Any]:
-    """The type of each field of a dataclass."""
-    hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in fields(cls)}
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    """The types of a union but None; the type itself where it is no union."""
-    if get_origin(hint) in (Union, UnionType):
-        return tuple(member for member in get_args(hint) if member is not type(None))
-    return (hint,)
-
-
-def _is_list(hint: Any) -> bool:
-    return get_origin(_members(hint)[0]) is list
-
-
-def block_of(hint: Any) -> type | None:
-    """The dataclass of a block, of an optional block, or of the elements of a list of blocks; else None."""
-    member = _members(hint)[0]
-    element = get_args(member)[0] if get_origin(member) is list else member
-    return element if is_dataclass(element) else None
-
-
-def _words(hint: Any) -> type[Enum] | None:
-    member = _members(hint)[0]
-    return member if isinstance(member, type) and issubclass(member, Enum) else None
-
-
-def _as_word(hint: Any, value: object) -> object:
-    """The Enum member that a word names. YAML reads a bare no or off as false; there it is the word again."""
-    words = _words(hint)
-    if words is None:
-        return value
-    names = {str(member.value): member for member in words}
-    if isinstance(value, bool):
-        written = ("on", "yes") if value else ("off", "no")
-        return next((names[word] for word in written if word in names), value)
-    return names.get(str(value).lower(), value)
-
-
 def _word_hint(hint: Any, value: object) -> str:
-    words = _words(hint)
+    words = words_of(hint)
     if words is None:
         return ""
     near = nearest_key(str(value).lower(), [str(member.value) for member in words], ())
     return f"did you mean {near}?" if near else ""
-
-
-def _described(hint: Any) -> str:
-    """A type in words: "an integer or null"."""
-    words = _words(hint)
-    if words is not None:
-        return listed([member.value for member in words])
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
-    parts = []
-    for member in _members(hint):
-        if get_origin(member) is list:
-            parts.append("a list, each " + _described(get_args(member)[0]))
-        else:
-            parts.append(names.get(member, "a block of keys"))
-    return listed(parts + (["null"] if type(None) in get_args(hint) else []))

@@ -100,6 +100,11 @@ def test_an_unknown_key_with_nothing_near_lists_the_block():
     ("train.layout=4", "a block of keys"),
     ("data.tasks=[{weight: heavy}]", "a number"),
     ("data.tasks=chain_sum", "a list, each a block of keys"),
+    ("data.tasks={name: gcd}", "a list, each a block of keys"),
+    ("data.tasks=[gcd]", "a list, each a block of keys"),
+    ("data.tasks=null", "a list, each a block of keys"),
+    ("train=null", "a block of keys"),
+    ("algorithm.name=null", "ppo or grpo"),
     ("train.schedule=ONE_F_ONE_B", "1f1b or gpipe"),  # the name inside the code is no word of a config
     ("train.zero_stage=true", "an integer"),
 ])
