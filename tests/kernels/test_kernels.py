@@ -25,6 +25,7 @@ def assert_same(fast, reference, inputs, dtype):
     out.backward(grad)
     expected.backward(grad)
     for a, b in zip(ours, theirs):
+        assert a.grad.dtype == dtype
         torch.testing.assert_close(a.grad, b.grad, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 4)
 
 
@@ -33,10 +34,14 @@ def numbers(*shape, seed=0):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("tokens", [1, 63])
-def test_rms_norm(tokens, dtype):
-    assert_same(lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: rms_norm_reference(x, w, 1e-6),
-                [numbers(tokens, 100), numbers(100, seed=1)], dtype)
+@pytest.mark.parametrize("shape", [(1, 100), (63, 100), (0, 100), (7, 3, 10)], ids=str)
+def test_rms_norm(shape, dtype):
+    """Also heads `[tokens, heads, head_dim]`, a strided view, and no tokens."""
+    assert_same(lambda x, w: rms_norm(x, w, 1e-3), lambda x, w: rms_norm_reference(x, w, 1e-3),
+                [numbers(*shape), numbers(shape[-1], seed=1)], dtype)
+    assert_same(lambda x, w: rms_norm(x[..., :5], w[:5], 1e-3),
+                lambda x, w: rms_norm_reference(x[..., :5], w[:5], 1e-3),
+                [numbers(*shape), numbers(shape[-1], seed=1)], dtype)
 
 
 def test_rms_norm_by_hand():
