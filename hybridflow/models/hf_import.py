@@ -13,8 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hybridflow.models.config import ModelConfig
-from hybridflow.models.init import init_shard
+from hybridflow.models.init import head_std, init_shard
 from hybridflow.models.safetensors_files import read_header, tensor_files
 from hybridflow.models.weights import LM_HEAD, SCORE_HEAD, VALUE_HEAD
 from hybridflow.parallel.box import Shard
@@ -25,8 +24,7 @@ HEADS = (LM_HEAD, VALUE_HEAD, SCORE_HEAD)
 
 
 @torch.no_grad()
-def load_hf(path: str | Path, storages: dict[str, Tensor], shard_map: ShardMap, rank: int, config: ModelConfig,
-            seed: int = 0) -> bool:
+def load_hf(path: str | Path, storages: dict[str, Tensor], shard_map: ShardMap, rank: int, seed: int = 0) -> bool:
     """Fill every storage of `rank` from the safetensors files of `path`, cast to the storages' dtype.
 
     Heads of another kind in the files are left out. A value head that they lack starts fresh from `seed`, the same in
@@ -44,7 +42,8 @@ def load_hf(path: str | Path, storages: dict[str, Tensor], shard_map: ShardMap, 
     by_file: dict[Path, list[Shard]] = defaultdict(list)
     for shard in shard_map.shards(rank):
         if fresh and shard.box.name == VALUE_HEAD:
-            init_shard(storages, shard, shard_map.shapes[VALUE_HEAD], seed, config)
+            shape = shard_map.shapes[VALUE_HEAD]
+            init_shard(storages, shard, shape, seed, head_std(shape[1]))
         else:
             by_file[files[shard.box.name]].append(shard)
     for file, shards in by_file.items():

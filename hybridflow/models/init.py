@@ -28,18 +28,16 @@ def init_weights(storages: dict[str, Tensor], shard_map: ShardMap, rank: int, se
     divided by sqrt(2 num_layers) (GPT-2), value and score heads are N(0, 1/(hidden+1)).
     """
     for shard in shard_map.shards(rank):
-        init_shard(storages, shard, shard_map.shapes[shard.box.name], seed, config)
+        init_shard(storages, shard, shard_map.shapes[shard.box.name], seed, _std(shard.box.name, config))
 
 
 @torch.no_grad()
-def init_shard(storages: dict[str, Tensor], shard: Shard, shape: tuple[int, ...], seed: int,
-               config: ModelConfig) -> None:
-    """Fill one shard of a canonical tensor of full `shape`."""
+def init_shard(storages: dict[str, Tensor], shard: Shard, shape: tuple[int, ...], seed: int, std: float) -> None:
+    """Fill one shard of a canonical tensor of full `shape`: N(0, std) for a matrix; norms 1, biases 0."""
     name, view = shard.box.name, shard.view(storages)
     if len(shape) == 1:
         view.fill_(0.0 if name.endswith(".bias") else 1.0)
         return
-    std = _std(name, config)
     step = max(1, BLOCK_NUMEL // prod(shape[1:]))
     for start in range(shard.box.lo[0] // step * step, shard.box.hi[0], step):
         block = Box(name, (start, *(0 for _ in shape[1:])), (min(start + step, shape[0]), *shape[1:]))
@@ -48,9 +46,14 @@ def init_shard(storages: dict[str, Tensor], shard: Shard, shape: tuple[int, ...]
         shard.view(storages, part).copy_(_normal(block, seed)[local] * std)
 
 
+def head_std(hidden_size: int) -> float:
+    """Standard deviation of a fresh value or score head: its outputs start well below 1."""
+    return 1.0 / (hidden_size + 1)
+
+
 def _std(name: str, config: ModelConfig) -> float:
     if name in (VALUE_HEAD, SCORE_HEAD):
-        return 1.0 / (config.hidden_size + 1)
+        return head_std(config.hidden_size)
     if name.endswith((".o_proj.weight", ".down_proj.weight")):
         return config.initializer_range / math.sqrt(2 * config.num_layers)
     return config.initializer_range

@@ -62,7 +62,7 @@ def build(world, case: Case) -> Built:
     storages = stage.state_dict()
     for storage in storages.values():
         storage.fill_(torch.nan)
-    load_hf(case.folder, storages, shard_map, world.rank, config)
+    load_hf(case.folder, storages, shard_map, world.rank)
     return Built(config, mesh, stage, shard_map, storages)
 
 
