@@ -53,7 +53,7 @@ def _models(config: Config, command: Command) -> Iterator[Fault]:
                     "give a Hugging Face folder here, or the shape of a new model in model.spec")
     if model.path is not None and model.spec is not None:
         yield Fault("model.spec", "{...}", "has no effect where model.path is given", "remove one of the two")
-    if model.path is None and model.tokenizer is None and command is not Command.API:
+    if model.path is None and model.tokenizer is None and command is not Command.EXPORT:
         yield Fault("model.tokenizer", None, "a new model brings no tokenizer",
                     "give a sentencepiece .model file or a Hugging Face folder")
     if command is Command.EXPORT and model.path is None:

@@ -71,7 +71,7 @@ def test_models():
     assert "model.path" in faults(1, tree={"model": {"tokenizer": "a.model"}})
     assert "model.spec" in faults(1, tree={"model": {"spec": {}, "path": "folder"}})
     assert "model.tokenizer" in faults(1, tree={"model": {"spec": {}}})
-    assert faults(1, tree={"model": {"spec": {}}}, command=Command.API) == {}
+    assert "model.tokenizer" in faults(1, tree={"model": {"spec": {}}}, command=Command.API)
     assert faults(1, tree={"model": {"path": "folder"}}) == {}
     assert "nothing to export" in faults(1, command=Command.EXPORT)["model.path"]
 

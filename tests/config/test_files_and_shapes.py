@@ -1,0 +1,99 @@
+"""Files that a config names, and models that do not fit their layouts."""
+
+import json
+
+import pytest
+
+from hybridflow.config.check import checked_config
+from hybridflow.config.faults import ConfigError
+from hybridflow.config.files import missing_files
+from hybridflow.config.shapes import shape_faults, spec_decoder
+from hybridflow.config.validate import Command
+from tests.config.builders import config
+
+
+def missing(*overrides, command=Command.TRAIN, tree=None):
+    return {fault.key for fault in missing_files(config(*overrides, tree=tree), command)}
+
+
+def write_model(folder, **changes):
+    folder.mkdir()
+    shape = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+             "num_hidden_layers": 2, "num_attention_heads": 4}
+    (folder / "config.json").write_text(json.dumps(shape | changes))
+    return str(folder)
+
+
+def test_missing_files_of_each_kind():
+    tree = {"model": {"path": "m", "critic": {"path": "c"}, "reward_model": {"path": "r"}, "tokenizer": "t"},
+            "data": {"source": "jsonl", "train_files": ["a"], "test_files": ["b"]}, "reward": {"function": "f.py:g"}}
+    everything = {"model.path", "model.critic.path", "model.reward_model.path", "model.tokenizer",
+                  "data.train_files[0]", "data.test_files[0]", "reward.function"}
+    assert missing(tree=tree) == everything
+    assert missing(tree=tree, command=Command.API) == everything - {"data.train_files[0]", "data.test_files[0]"}
+    assert missing(tree=tree, command=Command.EXPORT) == {"model.path"}
+
+
+def test_sft_makes_its_tokenizer():
+    assert missing(command=Command.SFT) == {"model.tokenizer"}
+    assert missing("sft.tokenizer_vocab_size=64", command=Command.SFT) == set()
+
+
+def test_reward_functions(tmp_path):
+    file = tmp_path / "score.py"
+    file.write_text("")
+    tokenizer = f"model.tokenizer={file}"
+    assert missing(tokenizer, f"reward.function={file}:score") == set()
+    for wrong in ("score", "score.py", f"{file}:", f"{file}:a b", f"{tmp_path}/none.py:score"):
+        assert missing(tokenizer, f"reward.function='{wrong}'") == {"reward.function"}, wrong
+
+
+def shapes(world_size, *overrides, tree=None):
+    return [str(fault) for fault in shape_faults(config(*overrides, tree=tree), world_size, Command.TRAIN)]
+
+
+def test_a_spec_that_fits_has_no_fault():
+    assert shapes(8, "train.layout.tp=4", "train.layout.pp=2", "generation.layout.tp=2") == []
+
+
+def test_each_layout_is_held_against_its_model(tmp_path):
+    critic = write_model(tmp_path / "critic", num_attention_heads=2)
+    found = "\n".join(shapes(4, "model.spec.num_heads=4", f"model.critic.path={critic}", "train.layout.tp=4"))
+    assert "train.layout = tp 4 pp 1 dp 1: model.critic.path: tp 4 must divide num_heads 2" in found
+    assert "model.spec" not in found
+    found = "\n".join(shapes(8, "generation.layout.tp=8"))
+    assert "generation.layout = tp 8 pp 1 dp 1: model.spec: tp 8 must divide num_heads 4" in found
+
+
+def test_a_folder_that_is_not_supported_is_a_fault(tmp_path):
+    folder = write_model(tmp_path / "model", model_type="mamba")
+    (found,) = shapes(1, tree={"model": {"path": folder}})
+    assert found.startswith("model.path") and "mamba" in found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_spec_becomes_a_decoder(family):
+    spec = config(f"model.spec.family={family}", "model.spec.num_heads=4", "model.spec.rope_theta=5e5").model.spec
+    assert spec is not None
+    decoder = spec_decoder(spec, vocab_size=99)
+    assert (decoder.family.value, decoder.vocab_size, decoder.head_dim, decoder.num_kv_heads) == (family, 99, 32, 4)
+    assert (decoder.qkv_bias, decoder.qk_norm) == (family == "qwen2", family == "qwen3")
+    assert decoder.rope.theta == 5e5
+
+
+def test_checked_config_reports_shapes_only_when_nothing_else_is_wrong(tmp_path):
+    folder = write_model(tmp_path / "model")
+    tree = {"model": {"path": folder}, "train": {"layout": {"pp": 4}}}
+    with pytest.raises(ConfigError, match="pp 4 must be at most num_layers 2"):
+        checked_config(tree, [], 4, Command.TRAIN)
+    with pytest.raises(ConfigError) as caught:
+        checked_config(tree, ["sede=1"], 4, Command.TRAIN)
+    assert [fault.key for fault in caught.value.faults] == ["sede"]
+
+
+def test_checked_config_joins_faults_of_reading_values_and_files():
+    tree = {"model": {"path": "nowhere"}, "train": {"layout": {"tp": 3}, "seed": "x"}, "tensor_parallel_szie": 2}
+    with pytest.raises(ConfigError) as caught:
+        checked_config(tree, ["oops"], 8, Command.TRAIN)
+    assert {fault.key for fault in caught.value.faults} == {
+        "oops", "tensor_parallel_szie", "train.seed", "train.layout.tp", "model.path"}

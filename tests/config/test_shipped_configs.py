@@ -1,0 +1,51 @@
+"""The files in configs/ are valid on the ranks they are written for, and say what their comments promise."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config.batch_math import BatchMath
+from hybridflow.config.layouts import generation_layout
+from hybridflow.config.load import load_config
+from hybridflow.config.validate import Command, validate
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ALONE = ("train.layout.tp=1", "train.layout.pp=1")
+
+
+@pytest.mark.parametrize(("name", "world_size", "command", "overrides"), [
+    ("ppo_tiny", 4, Command.TRAIN, ()),
+    ("ppo_tiny", 1, Command.TRAIN, ALONE),
+    ("grpo_tiny", 4, Command.TRAIN, ()),
+    ("grpo_tiny", 1, Command.TRAIN, ALONE),
+    ("sft_tiny", 1, Command.SFT, ()),
+    ("sft_tiny", 4, Command.SFT, ()),
+    ("ppo_7b", 4, Command.TRAIN, ()),
+    ("multi_node", 32, Command.TRAIN, ()),
+])
+def test_shipped_configs_are_valid(name, world_size, command, overrides):
+    assert validate(load_config(CONFIGS / f"{name}.yaml", overrides), world_size, command) == []
+
+
+def test_every_shipped_config_is_listed_above():
+    assert {file.stem for file in CONFIGS.glob("*.yaml")} == {
+        "ppo_tiny", "grpo_tiny", "sft_tiny", "ppo_7b", "multi_node"}
+
+
+def test_the_quickstart_trains_at_tp2_pp2_and_generates_at_tp1_dp4():
+    config = load_config(CONFIGS / "ppo_tiny.yaml")
+    layout, generating = config.train.layout, generation_layout(config, 4)
+    assert (layout.tp, layout.pp, generating.tp, generating.dp) == (2, 2, 1, 4)
+
+
+def test_ppo_7b_is_the_article_with_n_equal_to_m_x_s():
+    config = load_config(CONFIGS / "ppo_7b.yaml")
+    math = BatchMath.of(config, 4)
+    assert (math.rollouts_per_update, math.micro_batch_size, math.micro_batches, math.dp) == (256, 8, 32, 1)
+
+
+def test_the_warm_start_and_ppo_agree_on_the_task():
+    sft, ppo, grpo = (load_config(CONFIGS / f"{name}.yaml") for name in ("sft_tiny", "ppo_tiny", "grpo_tiny"))
+    assert sft.data.tasks == ppo.data.tasks == grpo.data.tasks
+    assert len({(c.data.size, c.data.test_size, c.train.seed) for c in (sft, ppo, grpo)}) == 1
+    assert ppo.model.path == grpo.model.path == f"{sft.logging.dir}/export"
