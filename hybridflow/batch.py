@@ -6,9 +6,9 @@ rank alone, and goes point-to-point, by the same planner as weights, to the rank
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ RowsOfRank = tuple[tuple[int, ...], ...]
 
 
 def split_rows(rows: Sequence[int], parts: int) -> list[tuple[int, ...]]:
-    """`rows` cut into `parts` consecutive runs whose sizes differ by one at most. Example: 10 rows, 4 parts: 3 3 2 2."""
+    """`rows` cut into `parts` consecutive runs whose sizes differ by one at most. Example: 10 rows in 4: 3 3 2 2."""
     base, extra = divmod(len(rows), parts)
     ends = list(accumulate(base + (part < extra) for part in range(parts)))
     return [tuple(rows[start:end]) for start, end in zip([0, *ends], ends)]

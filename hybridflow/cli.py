@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         report(error, rank)
         return EXIT_CONFIG
-    importlib.import_module(f"hybridflow.{command.value}_command").run(config)
+    importlib.import_module(f"hybridflow.commands.{command.value}").run(config)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The 3D-HybridEngine: the actor's weights, resharded from the training layout to the generation layout and freed after.
+"""The 3D-HybridEngine: the actor's weights, resharded from the training to the generation layout and freed after.
 
 Owns the generation stage's storages and the plan that fills them (HybridFlow, arXiv 2409.19256, section 5). It never
 trains and never samples.

@@ -6,9 +6,9 @@ where a response token is predicted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Sequence
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class TokenColumns:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and the response to it. Example: `Sample((5, 9), (7, 2))` has 2 targets, predicted at positions 1 and 2."""
+    """A prompt and the response to it. Example: `Sample((5, 9), (7, 2))` has 2 targets, seen from positions 1 and 2."""
 
     prompt: tuple[int, ...]
     response: tuple[int, ...]

@@ -6,9 +6,9 @@ groups of this rank. Nothing here knows of models or weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Callable
 
 import torch
 import torch.distributed as dist

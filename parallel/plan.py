@@ -1,4 +1,4 @@
-"""TransferPlan: which boxes go from which rank to which, so that every destination box is filled and no byte is redundant.
+"""TransferPlan: which boxes go from which rank to which, to fill every destination box without a redundant byte.
 
 Pure planning. Every rank computes the same plan from the two shard maps alone; `transfer` carries it out.
 """

@@ -1,9 +1,9 @@
-"""Carries out a TransferPlan: local copies, and point-to-point rounds of bounded buckets. Nothing else moves weights."""
+"""Carries out a TransferPlan: local copies, and point-to-point rounds of bounded buckets. Only this moves weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 import torch.distributed as dist

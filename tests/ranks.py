@@ -11,9 +11,10 @@ import multiprocessing as mp
 import os
 import tempfile
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, Callable
+from typing import Any
 
 GROUP_TIMEOUT_S = 120
 POOL_TIMEOUT_S = 180

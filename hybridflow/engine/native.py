@@ -6,10 +6,10 @@ nothing of rollouts, algorithms or how rows were chosen.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from hybridflow.parallel.pipeline import Lane, PipelineRunner
 from hybridflow.parallel.schedule import Schedule, forward_only, gpipe, one_f_one_b
 
 Output = HeadOutput | Tensor
-"""What the last stage gives for its targets: log-probs and entropy of a language model; values or scores `[targets]`."""
+"""What the last stage gives for its targets: log-probs and entropy; or values or scores `[targets]`."""
 Loss = Callable[[Output, TokenColumns], tuple[Tensor, dict[str, Tensor]]]
 """(output, columns of the same targets) -> (scalar loss, sums to log); both add up over micro-batches and replicas."""
 
@@ -97,9 +97,9 @@ class ForwardEngine:
         """Fill the weights at random, the same model for every layout."""
         init_weights(self.storages, self.shard_map, self.mesh.world.rank, seed, self.model)
 
-    def load(self, folder: str | Path) -> None:
-        """Read this rank's boxes of a Hugging Face folder."""
-        load_hf(folder, self.storages, self.shard_map, self.mesh.world.rank)
+    def load(self, folder: str | Path, seed: int) -> None:
+        """Read this rank's boxes of a Hugging Face folder; a head that it does not have is drawn from `seed`."""
+        load_hf(folder, self.storages, self.shard_map, self.mesh.world.rank, seed)
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], trace: Lane | None = None) -> list[Output]:
@@ -130,11 +130,12 @@ class TrainEngine(ForwardEngine):
         super().draw(seed)
         self.optimizer.refresh_masters()
 
-    def load(self, folder: str | Path) -> None:
-        super().load(folder)
+    def load(self, folder: str | Path, seed: int) -> None:
+        super().load(folder, seed)
         self.optimizer.refresh_masters()
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss, trace: Lane | None = None) -> dict[str, float]:
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss,
+                   trace: Lane | None = None) -> dict[str, float]:
         """Run the pipeline schedule over this replica's micro-batches: gradients end up summed and reduced.
 
         Every rank calls it, also one whose replica has no rows (it gives one empty micro-batch).

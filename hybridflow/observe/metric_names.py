@@ -52,6 +52,7 @@ _ROLLOUT = (
 _POLICY = (
     MetricInfo("policy/loss", "loss", "The actor's loss with every term in it, under the configured reduction.",
                _UPDATES),
+    MetricInfo("policy/surrogate_loss", "loss", "The clipped surrogate alone, without KL and entropy terms.", _UPDATES),
     MetricInfo("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped.", _TOKENS),
     MetricInfo("policy/dual_clip_fraction", "fraction", "Tokens held by the dual clip (advantage below 0).",
                _TOKENS),
@@ -95,6 +96,8 @@ _SUPERVISED = (
 _RUN = (
     MetricInfo("eval/accuracy", "fraction", "Held-out prompts answered right (full reward) by greedy decoding.",
                "held-out prompts"),
+    MetricInfo("eval/reward_mean", "reward", "Reward of greedy answers to held-out prompts.",
+               "held-out prompts with a reward"),
     MetricInfo("time/step", "s", "Wall time of the step on rank 0, evaluation left out.", "-"),
     *(MetricInfo(f"time/{phase.value}", "s", f"Wall time of the phase `{phase.value}` on rank 0, phases inside it left "
                  "out.", "-") for phase in Phase if phase is not Phase.EVALUATE),

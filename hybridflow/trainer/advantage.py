@@ -40,13 +40,13 @@ class KlPenalty:
         policy = batch.columns.old_log_probs
         policy = batch.columns.rollout_log_probs if policy is None else policy
         reference = batch.columns.ref_log_probs
-        assert policy is not None and reference is not None
+        assert policy is not None and reference is not None and batch.scores is not None
         coef = self.controller.coef
         penalised = penalised_rewards(rewards, policy, reference, coef=coef, estimator=self.estimator)
         divergence = kl(policy, reference, self.estimator).double() * mask
         total, tokens = sum_over_world(torch.stack([divergence.sum(), mask.double().sum()]), world).tolist()
         if tokens:
-            self.controller = self.controller.after(total / batch.num_rows)
+            self.controller = self.controller.after(total / int((~batch.scores.isnan()).sum()))
         return penalised, {"policy/kl_reference": total / max(tokens, 1.0), "policy/kl_coef": coef}
 
 

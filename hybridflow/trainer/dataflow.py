@@ -6,8 +6,9 @@ on a role is work for that role's ranks; the batch moves itself to where a role 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,15 +20,14 @@ from hybridflow.batch import Batch
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.engine.native import Output
 from hybridflow.generation.records import SamplingParams
-from hybridflow.hybrid_engine import HybridEngine
 from hybridflow.micro_batch import TokenColumns
 from hybridflow.models.decoder import HeadOutput
 from hybridflow.observe.phases import Phase, PhaseTimer
 from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.world import World
 from hybridflow.trainer.advantage import Advantages, Metrics
-from hybridflow.trainer.roles import ScoringRole, TrainedRole, Update, everyone, sum_over_world
-from hybridflow.trainer.rollout import Rollout, generate_rollout
+from hybridflow.trainer.roles import ScoringRole, TrainedRole, Update, everyone
+from hybridflow.trainer.rollout import Sampler
 
 
 class RewardSource(Protocol):
@@ -40,13 +40,17 @@ class RewardSource(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """End whatever processes it has."""
+        ...
+
 
 @dataclass(frozen=True)
 class Roles:
     """Who takes part. `critic` is None without one (GRPO), `reference` is None where no KL is charged."""
 
     actor: TrainedRole
-    hybrid: HybridEngine
+    sampler: Sampler
     rewards: RewardSource
     critic: TrainedRole | None = None
     reference: ScoringRole | None = None
@@ -60,7 +64,6 @@ class StepPlan:
     rows_per_update: int
     epochs: int
     sampling: SamplingParams
-    seed: int
 
 
 class Dataflow:
@@ -87,29 +90,8 @@ class Dataflow:
 
     def generate(self, prompts: Sequence[TokenisedPrompt]) -> tuple[Batch, Metrics]:
         """Reshard the actor and let it answer."""
-        rollout, metrics = self.sample(prompts, self.plan.sampling, self.plan.samples_per_prompt)
-        lengths = rollout.batch.response_lengths
-        return rollout.batch, metrics | {
-            "rollout/samples": float(len(lengths)),
-            "rollout/prompt_tokens_mean": sum(rollout.batch.prompt_lengths) / len(lengths),
-            "rollout/response_tokens_mean": sum(lengths) / len(lengths),
-            "rollout/response_tokens_max": float(max(lengths)),
-            "rollout/finished_fraction": rollout.finished / len(lengths),
-        }
-
-    def sample(self, prompts: Sequence[TokenisedPrompt], params: SamplingParams, samples: int) -> tuple[Rollout, Metrics]:
-        """Answers under the actor's current weights, with what the reshard cost."""
-        hybrid, train = self.roles.hybrid, self.roles.hybrid.train
-        with self.timer.phase(Phase.GENERATE):
-            with self.timer.phase(Phase.RESHARD):
-                hybrid.fill()
-            rollout = generate_rollout(hybrid.generator, hybrid.mesh.grid, self.world, prompts, samples=samples,
-                                       params=params, seed=self.plan.seed, version=train.version,
-                                       dtype=torch.promote_types(train.options.dtype, torch.float32))
-            hybrid.free()
-        report = hybrid.last_report
-        received = sum_over_world(torch.tensor(float(report.received_bytes), dtype=torch.float64), self.world)
-        return rollout, {"reshard/received_bytes": received.item(), "reshard/seconds": report.seconds}
+        rollout = self.roles.sampler.sample(prompts, self.plan.sampling, self.plan.samples_per_prompt)
+        return rollout.batch, rollout.metrics() | self.roles.sampler.reshard_metrics()
 
     def reward(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Batch, Metrics]:
         """Score every row."""
@@ -191,16 +173,19 @@ def score_moments(scores: Tensor) -> Metrics:
 POLICY_NAMES = {"loss": "policy/loss", "policy_loss": "policy/surrogate_loss", "clip_fraction": "policy/clip_fraction",
                 "approx_kl": "policy/approx_kl", "entropy": "policy/entropy", "kl": "policy/kl_reference",
                 "ratio": "policy/ratio_mean", "rollout_gap": "policy/log_prob_gap_mean"}
-CRITIC_NAMES = {"value_loss": "critic/loss", "value_clip_fraction": "critic/clip_fraction", "value": "critic/value_mean",
-                "return": "critic/return_mean", "explained_variance": "critic/explained_variance"}
+CRITIC_NAMES = {"value_loss": "critic/loss", "value_clip_fraction": "critic/clip_fraction",
+                "value": "critic/value_mean", "return": "critic/return_mean",
+                "explained_variance": "critic/explained_variance"}
 OF_FIRST_UPDATE = ("policy/log_prob_gap_mean", "critic/value_mean", "critic/explained_variance")
 
 
 def policy_metrics(updates: Sequence[Update]) -> Metrics:
+    """The actor's metrics of a step."""
     return _mean_metrics(updates, POLICY_NAMES, "policy")
 
 
 def critic_metrics(updates: Sequence[Update]) -> Metrics:
+    """The critic's metrics of a step, none without a critic."""
     return _mean_metrics(updates, CRITIC_NAMES, "critic") if updates else {}
 
 

@@ -6,8 +6,8 @@ batches, and no algorithm: what to minimise is handed in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 from torch import Tensor

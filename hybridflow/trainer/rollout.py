@@ -1,23 +1,28 @@
-"""Generation for a step: prompts dealt to the generation replicas, completions made into a Batch.
+"""Rollouts: prompts dealt to the generation replicas, completions made into a Batch.
 
 Owns who generates which rows and who keeps them. It never scores and never trains.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
+import torch.distributed as dist
 
 from hybridflow.batch import Batch, RowsOfRank, split_rows
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.engine import Generator
 from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
+from hybridflow.hybrid_engine import HybridEngine
 from hybridflow.micro_batch import Sample, TokenColumns
-from hybridflow.parallel.mesh import Grid
+from hybridflow.observe.phases import Phase, PhaseTimer
+from hybridflow.parallel.collectives import all_reduce
+from hybridflow.parallel.mesh import Grid, Mesh
+from hybridflow.parallel.pipeline import Lane
 from hybridflow.parallel.world import World
-from hybridflow.trainer.roles import sum_over_world
+from hybridflow.trainer.roles import everyone, sum_over_world
 
 
 @dataclass(frozen=True)
@@ -27,23 +32,66 @@ class Rollout:
     batch: Batch
     finished: int
 
+    def metrics(self) -> dict[str, float]:
+        lengths, prompts = self.batch.response_lengths, self.batch.prompt_lengths
+        return {
+            "rollout/samples": float(len(lengths)),
+            "rollout/prompt_tokens_mean": sum(prompts) / len(lengths),
+            "rollout/response_tokens_mean": sum(lengths) / len(lengths),
+            "rollout/response_tokens_max": float(max(lengths)),
+            "rollout/finished_fraction": self.finished / len(lengths),
+        }
 
-def generate_rollout(generator: Generator, grid: Grid, world: World, prompts: Sequence[TokenisedPrompt], *,
-                     samples: int, params: SamplingParams, seed: int, version: int, dtype: torch.dtype) -> Rollout:
-    """Sample `samples` responses to every prompt. Collective: every rank passes the same prompts.
+
+class Sampler:
+    """The actor as it answers: reshard, generate, free. Every call is collective and takes the same prompts everywhere.
 
     Row `i * samples + j` is sample j of prompt i. A replica generates consecutive prompts, and its tensor ranks share
     the rows out among themselves as homes.
     """
+
+    def __init__(self, hybrid: HybridEngine, seed: int, timer: PhaseTimer, lane: Lane) -> None:
+        """`lane` gets a span for each reshard."""
+        self.hybrid, self.seed, self.timer, self.lane = hybrid, seed, timer, lane
+
+    @property
+    def world(self) -> World:
+        return self.hybrid.mesh.world
+
+    def sample(self, prompts: Sequence[TokenisedPrompt], params: SamplingParams, samples: int) -> Rollout:
+        """Answers under the actor's current weights."""
+        with self.timer.phase(Phase.GENERATE):
+            with self.timer.phase(Phase.RESHARD), self.lane.span("reshard"):
+                self.hybrid.fill()
+            train = self.hybrid.train
+            rollout = answer(self.hybrid.generator, self.hybrid.mesh, prompts, params, samples=samples, seed=self.seed,
+                             version=train.version, dtype=torch.promote_types(train.options.dtype, torch.float32))
+            self.hybrid.free()
+        return rollout
+
+    def reshard_metrics(self) -> dict[str, float]:
+        """What the last reshard cost: bytes of all ranks, seconds of the slowest. Collective."""
+        report = self.hybrid.last_report
+        received = sum_over_world(torch.tensor(float(report.received_bytes), dtype=torch.float64), self.world)
+        slowest = all_reduce(torch.tensor(report.seconds, dtype=torch.float64), everyone(self.world), dist.ReduceOp.MAX)
+        return {"reshard/received_bytes": received.item(), "reshard/seconds": slowest.item()}
+
+
+def answer(generator: Generator, mesh: Mesh, prompts: Sequence[TokenisedPrompt], params: SamplingParams, *,
+           samples: int, seed: int, version: int | None, dtype: torch.dtype) -> Rollout:
+    """Let the replicas of `mesh` answer `prompts` under the weights of `version` (None: whatever they are). Collective.
+
+    `dtype` is that of the log-probs.
+    """
+    grid, world = mesh.grid, mesh.world
     replicas = split_rows(range(len(prompts)), grid.layout.dp)
     rows_of_replica = [tuple(p * samples + j for p in share for j in range(samples)) for share in replicas]
-    mine = grid.coord(world.rank)
-    requests = [Prompt(prompts[row // samples].id, row % samples, prompts[row // samples].ids)
-                for row in rows_of_replica[mine.dp]]
+    my_rows = rows_of_replica[mesh.coord.dp]
+    requests = [Prompt(prompts[row // samples].id, row % samples, prompts[row // samples].ids) for row in my_rows]
     completions = generator.generate(requests, params, seed, expected_version=version)
     home = _homes(grid, world, rows_of_replica)
-    kept = {row: completion for row, completion in zip(rows_of_replica[mine.dp], completions)}
-    return _as_batch([kept[row] for row in home[world.rank]], home, world, prompts, samples, dtype)
+    by_row = dict(zip(my_rows, completions))
+    return _as_batch([by_row[row] for row in home[world.rank]], home, world, prompts, samples, dtype)
 
 
 def _homes(grid: Grid, world: World, rows_of_replica: list[tuple[int, ...]]) -> RowsOfRank:

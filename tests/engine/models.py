@@ -30,7 +30,7 @@ def train_engine(world: World, layout: Layout, model: ModelConfig, head: Head, *
                  dtype: torch.dtype = torch.float64, zero_stage: int = 0, temperature: float = 1.0) -> TrainEngine:
     options = EngineOptions(dtype, sequence_parallel, layers_per_stage, temperature)
     engine = TrainEngine(model, Mesh(Grid.of(layout), world), head, options, schedule=schedule, zero_stage=zero_stage,
-                         adamw=AdamWSettings(), lr=LrSchedule(1e-3))
+                         adamw=AdamWSettings(clip_grad_norm=None), lr=LrSchedule(1e-3))
     engine.draw(seed=7)
     return engine
 

@@ -1,0 +1,153 @@
+"""The Python interface: `init_trainer`, then `train_step` on batches of prompts.
+
+Owns reading whatever form of config and batch a caller has, and short names for the metrics that callers ask for most.
+The work is `trainer.rl`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.batch_math import layout_table
+from hybridflow.config.reading import read_any
+from hybridflow.config.schema import Config
+from hybridflow.data.loader import TokenisedPrompt, tokenise_prompts
+from hybridflow.data.records import ChatMessage, PromptRecord
+from hybridflow.data.row_schema import parse_row
+from hybridflow.data.tokenizer import open_tokenizer
+from hybridflow.observe.progress import open_console
+from hybridflow.observe.run_view import RunView, ViewOptions
+from hybridflow.parallel.world import World, launched_place
+from hybridflow.trainer.rl import RLTrainer
+
+BatchItem = TokenisedPrompt | PromptRecord | Mapping[str, Any] | str
+PromptBatch = Sequence[BatchItem] | Mapping[str, Sequence[Any]]
+
+SHORT_NAMES = {"policy_loss": "policy/surrogate_loss", "value_loss": "critic/loss", "loss": "policy/loss",
+               "entropy": "policy/entropy", "kl": "policy/kl_reference", "approx_kl": "policy/approx_kl",
+               "reward": "reward/mean", "grad_norm": "policy/grad_norm"}
+
+
+def init_trainer(config: Config | Mapping[str, Any] | str | Path, data_loader: Iterable[PromptBatch],
+                 algorithm: str | None = None) -> Trainer:
+    """A trainer on all launched ranks, or on this process alone. Collective.
+
+    Args:
+        config: a `Config`, a path to a YAML file, a dict in our keys, or the nested dict of `config.article`.
+        data_loader: batches of prompts for `Trainer.fit`; `train_step` takes any batch.
+        algorithm: "ppo" or "grpo"; None where the config names it.
+
+    Raises:
+        ConfigError: every fault of the config, before any process group exists.
+
+    Example:
+        trainer = init_trainer(config=config, data_loader=loader, algorithm="ppo")
+        result = trainer.train_step(batch)
+        print(result["policy_loss"], result["value_loss"])
+    """
+    reading = read_any(config, launched_place(dict(os.environ)).size, algorithm)
+    return Trainer(reading.config, data_loader, reading.notes)
+
+
+class Trainer:
+    """What `init_trainer` gives. Every method is collective: each rank passes the same batch.
+
+    A batch is a sequence of prompts, or a dict of equally long columns, as a torch `DataLoader` collates rows. A
+    prompt is text, a row of the schema of `data.row_schema`, a `PromptRecord` or a `TokenisedPrompt`. The columns are
+    `prompt` and, where the reward asks for them, `ground_truth`, `data_source` and `extra_info`.
+    """
+
+    def __init__(self, config: Config, data_loader: Iterable[PromptBatch], notes: Sequence[str] = ()) -> None:
+        self.config, self.data_loader = config, data_loader
+        self.world = World.from_env()
+        self.tokenizer = open_tokenizer(config.model.tokenizer or config.model.path)
+        self.trainer = RLTrainer(config, self.world, self.tokenizer)
+        options = ViewOptions(Path(config.logging.dir), config.algorithm.name.value, config.train.total_steps,
+                              progress=config.logging.progress)
+        self.view = RunView(options, self.world.rank, open_console())
+        self.num_steps = self.num_prompts = 0
+        for sentence in (*notes, self.trainer.batch_line(), layout_table(config, self.world.size)):
+            self.view.say(sentence)
+
+    def train_step(self, batch: PromptBatch) -> dict[str, float]:
+        """Generate answers to `batch`, score them and learn from them.
+
+        Returns:
+            every metric of the step by its full name, and the most wanted ones by a short one as well: policy_loss,
+            value_loss, loss, entropy, kl, approx_kl, reward, grad_norm (those that the algorithm has).
+        Raises:
+            ValueError: the batch is empty, or an item is no prompt (its place and the rule are named).
+        """
+        metrics = self.trainer.step(self._tokenised(batch))
+        self.num_steps += 1
+        self.view.step(self.num_steps, metrics)
+        return metrics | {short: metrics[name] for short, name in SHORT_NAMES.items() if name in metrics}
+
+    def fit(self) -> dict[str, float]:
+        """`train.total_steps` steps on batches of the data loader; the last step's metrics.
+
+        Raises:
+            ValueError: the data loader ends before that.
+        """
+        result: dict[str, float] = {}
+        for batch in islice(self.data_loader, self.config.train.total_steps):
+            result = self.train_step(batch)
+        if self.num_steps < self.config.train.total_steps:
+            raise ValueError(f"the data loader ended after {self.num_steps} batches; train.total_steps is "
+                             f"{self.config.train.total_steps}: let it repeat, or lower train.total_steps")
+        self.view.finish()
+        return result
+
+    def export(self, folder: str | Path) -> None:
+        """Write the actor and its tokenizer in Hugging Face's form."""
+        self.trainer.export(Path(folder))
+
+    def close(self) -> None:
+        """Leave the job and end the reward workers."""
+        self.view.close()
+        self.trainer.close()
+        self.world.close()
+
+    def _tokenised(self, batch: PromptBatch) -> list[TokenisedPrompt]:
+        items = _rows(batch) if isinstance(batch, Mapping) else list(batch)
+        if not items:
+            raise ValueError("the batch has no prompts; give at least one")
+        records = [_record(item, f"batch item {place}") for place, item in enumerate(items)]
+        ids = tokenise_prompts(records, self.tokenizer, self.trainer.model.vocab_size)
+        first = self.num_prompts
+        self.num_prompts += len(items)
+        return [item if isinstance(item, TokenisedPrompt) else TokenisedPrompt(first + place, ids[place], record)
+                for place, (item, record) in enumerate(zip(items, records))]
+
+
+def _rows(columns: Mapping[str, Sequence[Any]]) -> list[PromptRecord]:
+    """Records from columns of equal length."""
+    known = ("prompt", "ground_truth", "data_source", "extra_info")
+    unknown = [name for name in columns if name not in known]
+    if "prompt" not in columns or unknown:
+        raise ValueError(f"a batch of columns has the columns {list(columns)}; it needs prompt, and may have "
+                         f"{', '.join(known[1:])}")
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the columns of a batch differ in length: {lengths}")
+    rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+    return [PromptRecord(str(row.get("data_source", "")), _prompt(row["prompt"]), str(row.get("ground_truth", "")),
+                         dict(row.get("extra_info") or {}), f"batch row {place}") for place, row in enumerate(rows)]
+
+
+def _record(item: BatchItem, origin: str) -> PromptRecord:
+    if isinstance(item, TokenisedPrompt):
+        return item.record
+    if isinstance(item, PromptRecord):
+        return item
+    if isinstance(item, str):
+        return PromptRecord("", item, "", origin=origin)
+    return parse_row(dict(item), origin)
+
+
+def _prompt(prompt: Any) -> str | tuple[ChatMessage, ...]:
+    return prompt if isinstance(prompt, str) else tuple(ChatMessage(m["role"], m["content"]) for m in prompt)

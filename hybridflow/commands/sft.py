@@ -1,0 +1,51 @@
+"""`hybridflow sft`: supervised training from a config, on all ranks; makes the tokenizer first where it is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybridflow.config.batch_math import sft_line
+from hybridflow.config.schema import Config
+from hybridflow.data.records import DataSplit, prompt_text
+from hybridflow.data.sft import SftLoader, sft_pairs
+from hybridflow.data.token_rows import Overlong
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
+from hybridflow.parallel.world import World
+from hybridflow.trainer.prompts import held_out_prompts, read_records
+from hybridflow.trainer.run import Run, RunParts
+from hybridflow.trainer.supervised import SupervisedTrainer
+
+
+def run(config: Config) -> None:
+    """Train, evaluate and export as `config` says. Collective over the launched ranks."""
+    world = World.from_env()
+    try:
+        _run(config, world)
+    finally:
+        world.close()
+
+
+def _run(config: Config, world: World) -> None:
+    records = read_records(config)
+    tokenizer = _tokenizer(config, records, world)
+    whole = Run(config, world, f"supervised training on {world.size} ranks", config.sft.steps)
+    trainer = SupervisedTrainer(config, world, tokenizer)
+    loader = SftLoader(sft_pairs(records.train), tokenizer, config.train.global_batch_size, config.train.seed,
+                       config.data.shuffle, config.data.max_prompt_length + config.generation.max_new_tokens,
+                       Overlong(config.data.overlong.value), trainer.model.vocab_size)
+    whole.view.say(sft_line(config, world.size))
+    evaluate = trainer.evaluator(held_out_prompts(config, records, tokenizer, trainer.model.vocab_size))
+    whole.fit(RunParts(step=lambda: trainer.step(next(loader)), evaluate=evaluate, export=trainer.export,
+                       trace=trainer.trace, grid=trainer.actor.engine.mesh.grid, timing=trainer.timer.take))
+
+
+def _tokenizer(config: Config, records: DataSplit, world: World) -> Tokenizer:
+    """The configured tokenizer; if its file is missing and a size given, rank 0 trains a sentencepiece one first."""
+    path = Path(config.model.tokenizer or config.model.path)
+    if not path.exists() and config.sft.tokenizer_vocab_size is not None and world.rank == 0:
+        from hybridflow.data.sentencepiece_tokenizer import train_sentencepiece
+
+        lines = [line for record in records.train for line in (prompt_text(record.prompt), record.ground_truth)]
+        train_sentencepiece(lines, path.parent, config.sft.tokenizer_vocab_size)
+    world.barrier()
+    return open_tokenizer(path)

@@ -1,0 +1,217 @@
+"""From a config to what runs: models, meshes, engines, roles, rewards and data.
+
+The only module where config words become enums, tensors' dtypes and objects of the other packages. It trains nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from hybridflow.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator
+from hybridflow.algorithms.losses import Clip
+from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
+from hybridflow.algorithms.reduction import LossReduction
+from hybridflow.config.batch_math import BatchMath
+from hybridflow.config.layouts import Role, generation_layout, role_layout
+from hybridflow.config.model_schema import LayoutConfig
+from hybridflow.config.schema import Config, OptimizerConfig
+from hybridflow.config.shapes import spec_decoder
+from hybridflow.config.words import AlgorithmName, KLWhere, MixedPrecision
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.engine.native import EngineOptions, ForwardEngine, ScheduleKind, TrainEngine
+from hybridflow.generation.engine import Generator
+from hybridflow.generation.records import SamplingParams
+from hybridflow.hybrid_engine import HybridEngine
+from hybridflow.models.config import Head, ModelConfig
+from hybridflow.models.decoder import DecoderStage
+from hybridflow.models.hf_import import load_hf
+from hybridflow.models.weights import decoder_shard_map
+from hybridflow.observe.trace import Trace, TraceCategory
+from hybridflow.parallel.mesh import Grid, Layout, Mesh
+from hybridflow.parallel.optimizer import AdamWSettings, Decay, LrSchedule
+from hybridflow.parallel.world import World
+from hybridflow.rewards.function import ReasoningScoring, RewardFunction
+from hybridflow.rewards.records import FaultPolicy, OnFault
+from hybridflow.trainer.advantage import Advantages, GrpoAdvantages, KlPenalty, PpoAdvantages
+from hybridflow.trainer.reward_source import FunctionRewards, ModelRewards
+from hybridflow.trainer.roles import Reduction, ScoringRole, TrainedRole
+
+DTYPES = {MixedPrecision.NO: torch.float32, MixedPrecision.BF16: torch.bfloat16, MixedPrecision.FP64: torch.float64}
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Makes the parts of a run. Engines are collective: every rank makes the same ones in the same order."""
+
+    config: Config
+    world: World
+    tokenizer: Tokenizer | None
+    trace: Trace
+
+    @property
+    def seed(self) -> int:
+        return self.config.train.seed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.config.train.mixed_precision]
+
+    def model(self, path: str | None) -> ModelConfig:
+        """The shape of the model in folder `path`, or of model.spec; it ends where the tokenizer's texts end."""
+        if path is not None:
+            return ModelConfig.from_hf_folder(path)
+        spec, tokenizer = self.config.model.spec, self.tokenizer
+        assert spec is not None, "the config was checked"
+        model = spec_decoder(spec, tokenizer.vocab_size if tokenizer else 0)
+        return replace(model, eos_token_ids=tokenizer.stop_ids) if tokenizer else model
+
+    def actor_model(self) -> ModelConfig:
+        return self.model(self.config.model.path)
+
+    def stop_ids(self, model: ModelConfig) -> tuple[int, ...]:
+        """Every id that ends a response: the tokenizer's and the model's ends, and generation.stop."""
+        own = self.tokenizer.stop_ids if self.tokenizer else ()
+        wanted = [self._stop_id(stop) for stop in self.config.generation.stop]
+        return tuple(dict.fromkeys((*own, *model.eos_token_ids, *wanted)))
+
+    def _stop_id(self, stop: int | str) -> int:
+        if isinstance(stop, int):
+            return stop
+        ids = self.tokenizer.encode(stop) if self.tokenizer else []
+        if len(ids) != 1:
+            raise ValueError(f"generation.stop {stop!r} is {len(ids)} tokens; it must be one token, or an id")
+        return ids[0]
+
+    def actor(self, updates: int) -> TrainedRole:
+        """The actor with its start weights; its learning rate ends after `updates` optimizer steps."""
+        return self._trained(Role.ACTOR, Head.LANGUAGE_MODEL, self.config.model.path, self.config.train.optimizer,
+                             updates)
+
+    def critic(self, updates: int) -> TrainedRole:
+        path = self.config.model.critic.path or self.config.model.path
+        return self._trained(Role.CRITIC, Head.VALUE, path, self._critic_optimizer(), updates)
+
+    def reference(self) -> ScoringRole:
+        return self._scoring(Role.REFERENCE, Head.LANGUAGE_MODEL, self.config.model.path)
+
+    def generator(self) -> tuple[Generator, Mesh]:
+        """The actor's folder loaded straight into the generation layout, for answering alone."""
+        model, mesh = self.actor_model(), self._mesh(generation_layout(self.config, self.world.size))
+        stage = DecoderStage(model, mesh, Head.LANGUAGE_MODEL, layers=range(model.num_layers), sequence_parallel=False,
+                             dtype=self.dtype, with_embedding=True, with_head=True)
+        storages = {name: param.data for name, param in stage.named_parameters()}
+        shard_map = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
+        load_hf(self.config.model.path, storages, shard_map, self.world.rank)
+        return Generator(stage, mesh, model), mesh
+
+    def hybrid(self, actor: TrainedRole) -> HybridEngine:
+        mesh = self._mesh(generation_layout(self.config, self.world.size))
+        return HybridEngine(actor.trainer, mesh, bucket_bytes=self.config.generation.reshard_bucket_mb * MIB)
+
+    def rewards(self, stop_ids: tuple[int, ...]) -> FunctionRewards | ModelRewards:
+        """The reward model if there is one, else the reward function, else the tasks' own scorer."""
+        path = self.config.model.reward_model.path
+        if path is not None:
+            return ModelRewards(self._scoring(Role.REWARD, Head.SCORE, path))
+        assert self.tokenizer is not None, "the config was checked"
+        return FunctionRewards(self._reward_function(), self.tokenizer, stop_ids, self.world)
+
+    def _reward_function(self) -> RewardFunction:
+        reward, policy = self.config.reward, FaultPolicy(OnFault.VALUE, 0.0)  # faulty rows are masked, not trained
+        if reward.function is not None:
+            return RewardFunction.load(reward.function, timeout_s=reward.timeout_s, policy=policy)
+        tasks = [task.name for task in self.config.data.tasks]
+        return RewardFunction.reasoning_gym(ReasoningScoring(reward.reasoning_gym.value), tasks,
+                                            timeout_s=reward.timeout_s, policy=policy)
+
+    def advantages(self) -> Advantages:
+        algorithm = self.config.algorithm
+        if algorithm.name is AlgorithmName.GRPO:
+            return GrpoAdvantages(algorithm.grpo_std_normalise)
+        return PpoAdvantages(algorithm.gamma, algorithm.lam, algorithm.normalise_advantages, self._kl_penalty())
+
+    def _kl_penalty(self) -> KlPenalty | None:
+        kl = self.config.algorithm.kl
+        if kl.where is not KLWhere.REWARD:
+            return None
+        controller = FixedKl(kl.coef) if kl.target is None else AdaptiveKl(kl.coef, kl.target)
+        return KlPenalty(KlEstimator(kl.estimator.value), controller)
+
+    def actor_objective(self) -> ActorObjective:
+        algorithm, kl = self.config.algorithm, self.config.algorithm.kl
+        in_loss = kl.where is KLWhere.LOSS
+        return ActorObjective(Clip(algorithm.clip.low, algorithm.clip.high, algorithm.clip.dual),
+                              entropy_coef=algorithm.entropy_coef, kl_coef=kl.coef if in_loss else 0.0,
+                              kl_estimator=KlEstimator(kl.estimator.value) if in_loss else None)
+
+    def critic_objective(self) -> CriticObjective:
+        return CriticObjective(self.config.algorithm.value_clip, self.config.algorithm.value_loss_coef)
+
+    def sampling(self, stop_ids: tuple[int, ...]) -> SamplingParams:
+        generation = self.config.generation
+        return SamplingParams(generation.max_new_tokens, generation.temperature, generation.top_k, generation.top_p,
+                              stop_ids)
+
+    def reduction(self) -> Reduction:
+        algorithm = self.config.algorithm
+        kind = LossReduction(algorithm.loss_reduction.value)
+        if kind is not LossReduction.CONSTANT_LENGTH:
+            return Reduction(kind)
+        return Reduction(kind, algorithm.constant_length or self.config.generation.max_new_tokens)
+
+    def _trained(self, role: Role, head: Head, path: str | None, optimizer: OptimizerConfig,
+                 updates: int) -> TrainedRole:
+        train, model = self.config.train, self.model(path)
+        adamw = AdamWSettings(tuple(optimizer.betas), optimizer.eps, optimizer.weight_decay, optimizer.clip_grad_norm)
+        lr = LrSchedule(optimizer.lr, optimizer.warmup_steps, updates, Decay(optimizer.decay.value), optimizer.min_lr)
+        layout = role_layout(self.config, role, self.world.size)
+        engine = TrainEngine(model, self._mesh(layout), head, self._options(layout), zero_stage=train.zero_stage,
+                             schedule=ScheduleKind(train.schedule.value), adamw=adamw, lr=lr)
+        self._start(engine, path)
+        return TrainedRole(engine, self._rows_at_once, train.micro_batch_size, self.reduction(), self._lane)
+
+    def _scoring(self, role: Role, head: Head, path: str | None) -> ScoringRole:
+        layout = role_layout(self.config, role, self.world.size)
+        engine = ForwardEngine(self.model(path), self._mesh(layout), head, self._options(layout))
+        self._start(engine, path)
+        return ScoringRole(engine, self._rows_at_once, self._lane)
+
+    def _start(self, engine: ForwardEngine, path: str | None) -> None:
+        if path is None:
+            engine.draw(self.seed)
+        else:
+            engine.load(path, self.seed)
+
+    def _mesh(self, layout: LayoutConfig) -> Mesh:
+        return Mesh(Grid.of(_layout(layout)), self.world)
+
+    def _options(self, layout: LayoutConfig) -> EngineOptions:
+        stages = tuple(layout.layers_per_stage) if layout.layers_per_stage else None
+        return EngineOptions(self.dtype, layout.sequence_parallel, stages,
+                             self.config.generation.temperature)
+
+    @property
+    def _rows_at_once(self) -> int:
+        return self.config.train.forward_micro_batch_size or self.config.train.micro_batch_size
+
+    @property
+    def _lane(self) -> object:
+        return self.trace.lane(TraceCategory.PIPELINE)
+
+    def _critic_optimizer(self) -> OptimizerConfig:
+        own = self.config.train.critic_optimizer
+        given = {name: value for name, value in vars(own).items() if value is not None}
+        return replace(self.config.train.optimizer, **given)
+
+
+def rl_updates(config: Config, world_size: int) -> int:
+    """Optimizer steps of a whole run."""
+    return config.train.total_steps * BatchMath.of(config, world_size).updates_per_step
+
+
+def _layout(layout: LayoutConfig) -> Layout:
+    assert layout.dp is not None, "filled in by role_layout"
+    return Layout(layout.tp, layout.pp, layout.dp)

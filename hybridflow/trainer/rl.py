@@ -1,0 +1,84 @@
+"""A reinforcement learner: the roles of a config and its dataflow, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridflow.config.batch_math import BatchMath
+from hybridflow.config.layouts import Role, roles
+from hybridflow.config.schema import Config
+from hybridflow.data.loader import TokenisedPrompt
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.observe.phases import PhaseTimer
+from hybridflow.observe.trace import Trace, TraceCategory, settle_device
+from hybridflow.parallel.world import World
+from hybridflow.trainer.build import Builder, rl_updates
+from hybridflow.trainer.dataflow import Dataflow, Metrics, Roles, StepPlan
+from hybridflow.trainer.evaluate import Evaluator
+from hybridflow.trainer.export import export_actor
+from hybridflow.trainer.rollout import Sampler
+
+
+class RLTrainer:
+    """PPO or GRPO on every rank of `world`. Making one is collective, and so is every method.
+
+    Attributes:
+        model: the actor's shape.
+        batch: the rollouts of the last step, None before the first.
+        trace: records one step when it is started.
+    """
+
+    def __init__(self, config: Config, world: World, tokenizer: Tokenizer) -> None:
+        """Raises ValueError where a model's folder does not fit, or a reward function cannot be loaded."""
+        self.config, self.world, self.tokenizer = config, world, tokenizer
+        settle = settle_device(world.device)
+        self.trace = Trace(settle)
+        self.timer = PhaseTimer(self.trace, settle)
+        builder = Builder(config, world, tokenizer, self.trace)
+        self.model = builder.actor_model()
+        self.stop_ids = builder.stop_ids(self.model)
+        self.sampling = builder.sampling(self.stop_ids)
+        self.roles = self._make_roles(builder)
+        self.dataflow = Dataflow(self.roles, builder.advantages(), builder.actor_objective(),
+                                 builder.critic_objective(), self._plan(), self.timer)
+        self.batch = None
+
+    def _make_roles(self, builder: Builder) -> Roles:
+        updates, wanted = rl_updates(self.config, self.world.size), roles(self.config)
+        actor = builder.actor(updates)
+        return Roles(
+            actor,
+            Sampler(builder.hybrid(actor), self.config.train.seed, self.timer, self.trace.lane(TraceCategory.RESHARD)),
+            builder.rewards(self.stop_ids),
+            critic=builder.critic(updates) if Role.CRITIC in wanted else None,
+            reference=builder.reference() if Role.REFERENCE in wanted else None,
+        )
+
+    def _plan(self) -> StepPlan:
+        return StepPlan(self.config.generation.samples_per_prompt, self.config.train.global_batch_size,
+                        self.config.train.epochs_per_rollout, self.sampling)
+
+    def step(self, prompts: Sequence[TokenisedPrompt]) -> Metrics:
+        """One step on `prompts`, the same on every rank; metrics by name, the same on every rank but for times."""
+        self.batch, metrics = self.dataflow.step(prompts)
+        metrics |= self.timer.take()
+        seconds = metrics["time/step"]
+        return metrics | {"perf/tokens_per_second": self.batch.num_tokens / seconds,
+                          "perf/samples_per_second": self.batch.num_rows / seconds}
+
+    def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Evaluator:
+        """What asks the current actor `prompts`, greedily."""
+        return Evaluator(self.roles.sampler, self.roles.rewards, prompts, self.sampling)
+
+    def export(self, folder: Path) -> None:
+        """Write the actor and its tokenizer in Hugging Face's form."""
+        export_actor(folder, self.roles.actor.trainer, self.tokenizer)
+
+    def close(self) -> None:
+        """End the workers of the reward function."""
+        self.roles.rewards.close()
+
+    def batch_line(self) -> str:
+        """How every batch number of a step comes about."""
+        return BatchMath.of(self.config, self.world.size).line()

@@ -1,0 +1,67 @@
+"""A supervised learner: the actor alone, on pairs of prompt and response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridflow.algorithms.losses import finish_metrics, supervised_loss
+from hybridflow.batch import Rows
+from hybridflow.config.schema import Config
+from hybridflow.data.loader import TokenisedPrompt
+from hybridflow.data.sft import SftExample
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.engine.native import Output
+from hybridflow.micro_batch import Sample, TokenColumns
+from hybridflow.models.decoder import HeadOutput
+from hybridflow.observe.phases import Phase, PhaseTimer
+from hybridflow.observe.trace import Trace, TraceCategory, settle_device
+from hybridflow.parallel.world import World
+from hybridflow.trainer.build import Builder
+from hybridflow.trainer.evaluate import Evaluator
+from hybridflow.trainer.export import export_actor
+from hybridflow.trainer.roles import response_counts
+from hybridflow.trainer.rollout import Sampler
+
+
+class SupervisedTrainer:
+    """Minimises the negative log-prob of the responses. Making one is collective, and so is every method."""
+
+    def __init__(self, config: Config, world: World, tokenizer: Tokenizer) -> None:
+        self.config, self.world, self.tokenizer = config, world, tokenizer
+        settle = settle_device(world.device)
+        self.trace = Trace(settle)
+        self.timer = PhaseTimer(self.trace, settle)
+        self.builder = Builder(config, world, tokenizer, self.trace)
+        self.model = self.builder.actor_model()
+        self.stop_ids = self.builder.stop_ids(self.model)
+        self.actor = self.builder.actor(config.sft.steps)
+
+    def step(self, examples: Sequence[SftExample]) -> dict[str, float]:
+        """One optimizer step on `examples`, the same on every rank."""
+        with self.timer.step(), self.timer.phase(Phase.UPDATE_ACTOR):
+            share = self.actor.rows_of(range(len(examples)))[self.world.rank]
+            samples = tuple(Sample(examples[row].prompt_ids, examples[row].response_ids) for row in share)
+            counts = response_counts([len(example.response_ids) for example in examples])
+            update = self.actor.learn(Rows(samples, TokenColumns()), counts, _loss)
+        metrics = self.timer.take()
+        tokens = sum(len(example.prompt_ids) + len(example.response_ids) for example in examples)
+        return metrics | {"sft/loss": finish_metrics(update.sums)["supervised_loss"],
+                          "sft/grad_norm": update.step.grad_norm, "sft/lr": update.step.lr,
+                          "train/skipped_steps": float(self.actor.trainer.optimizer.num_skipped),
+                          "perf/tokens_per_second": tokens / metrics["time/step"]}
+
+    def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Evaluator:
+        """What asks the current actor `prompts`, greedily, on the generation layout."""
+        sampler = Sampler(self.builder.hybrid(self.actor), self.config.train.seed, self.timer,
+                          self.trace.lane(TraceCategory.RESHARD))
+        return Evaluator(sampler, self.builder.rewards(self.stop_ids), prompts, self.builder.sampling(self.stop_ids))
+
+    def export(self, folder: Path) -> None:
+        """Write the model and its tokenizer in Hugging Face's form."""
+        export_actor(folder, self.actor.trainer, self.tokenizer)
+
+
+def _loss(output: Output, columns: TokenColumns) -> tuple:
+    assert isinstance(output, HeadOutput)
+    return supervised_loss(output.log_probs, columns)
