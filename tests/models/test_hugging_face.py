@@ -57,10 +57,11 @@ def test_logits_and_export(folders, layout, tmp_path):
         torch.testing.assert_close(model(torch.tensor(ROWS[:1])).logits[0], expected[:7], rtol=1e-5, atol=1e-5)
 
 
-def test_many_files_and_writers(folders, tmp_path):
+@pytest.mark.parametrize("layout", [Layout(2, 2), Layout(2, 1, 2)], ids=str)
+def test_many_files_and_writers(folders, layout, tmp_path):
     """Files of at most 20 kB written by two ranks in rounds of 1 kB; stale files of an older export go away."""
     (tmp_path / "model.safetensors").write_bytes(b"stale")
-    run_ranks(4, export_in_rounds, Case(folders["llama"], Layout(2, 2)), tmp_path)
+    run_ranks(4, export_in_rounds, Case(folders["llama"], layout), tmp_path)
     assert tensors_of(tmp_path) == tensors_of(folders["llama"])
     files = sorted(set(tensor_files(tmp_path).values()))
     assert len(files) > 3 and all(file.stat().st_size < 22_000 for file in files)
