@@ -4,9 +4,10 @@ The only module of data that knows reasoning_gym, which is imported when a mix i
 Never scores an answer.
 
 Things to know about the library (0.1.25): item i of seed s is item i - 1 of seed s + 1, so two seeds do not make two
-sets; small settings have few distinct items (255 in one); some tasks give empty answers now and then (skipped here);
-countdown and number_sorting explain themselves at 360 to 400 characters an item: give these a short template over the
-metadata, as in "Make {metadata[target]} from {metadata[numbers]}: ".
+sets; small settings have few distinct items (255 in one); some tasks give empty answers now and then (skipped here) or
+none at all (refused, with those that do not obey their seed); isomorphic_strings depends on PYTHONHASHSEED (see
+records.fingerprint); countdown and number_sorting explain themselves at 360 to 400 characters an item: give these a
+short template over the metadata, as in "Make {metadata[target]} from {metadata[numbers]}: ".
 """
 
 import difflib
@@ -19,6 +20,8 @@ from hybridflow.data.records import DataSplit, PromptRecord
 
 # Rounds of drawing after which a task is taken to have too few distinct items.
 DRAW_ROUNDS = 8
+# Items made twice to see whether a task repeats itself (list_functions does not).
+PROBE_ITEMS = 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def build_reasoning_mix(
     """
     _check_mix(tasks, size, test_size)
     for task in tasks:
-        _create_dataset(task, 1, 0)  # names and settings are refused before the first, perhaps slow, task is drawn
+        _check_task(task)  # before the first, perhaps slow, task is drawn
     sources = [
         _TaskSource(task, f"{seed} {position} {task.name}", task.template or template or "{question}")
         for position, task in enumerate(tasks)
@@ -137,6 +140,24 @@ def _create_dataset(task: TaskSpec, size: int, seed: int) -> Any:
         raise ValueError(
             f"task {task.name!r} does not take config {task.config}: {error}; its settings are {known}"
         ) from error
+
+
+def _check_task(task: TaskSpec) -> None:
+    """Name and settings exist, and a few items are fit for training on several ranks."""
+    entries, again = (
+        [(entry["question"], entry["answer"]) for entry in map(dataset.__getitem__, range(PROBE_ITEMS))]
+        for dataset in (_create_dataset(task, PROBE_ITEMS, 0), _create_dataset(task, PROBE_ITEMS, 0))
+    )
+    if entries != again:
+        raise ValueError(
+            f"task {task.name!r} gives other items for the same seed, so that every rank would have its own data; "
+            "leave it out of the mix"
+        )
+    if all(answer is None for _, answer in entries):
+        raise ValueError(
+            f"task {task.name!r} states no answer in its items, so there is no ground truth to compare with or to "
+            "train on; leave it out of the mix"
+        )
 
 
 def _check_mix(tasks: tuple[TaskSpec, ...], size: int, test_size: int) -> None:

@@ -3,6 +3,9 @@
 Owns the record types. Never reads files, never tokenises.
 """
 
+import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +57,19 @@ class DataSplit:
 
     train: tuple[PromptRecord, ...]
     test: tuple[PromptRecord, ...]
+
+
+def fingerprint(records: Sequence[PromptRecord]) -> int:
+    """63 bits that are equal on two ranks only if they hold the same prompts and answers in the same order.
+
+    For a run to compare over its ranks at the start: files can differ between machines, and a few generated tasks
+    (isomorphic_strings in reasoning-gym 0.1.25) depend on the process's string hashes.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for record in records:
+        row = json.dumps([record.data_source, prompt_text(record.prompt), record.ground_truth])
+        digest.update(row.encode())
+    return int.from_bytes(digest.digest(), "big") >> 1
 
 
 def prompt_text(prompt: Prompt) -> str:

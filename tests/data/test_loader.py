@@ -7,7 +7,7 @@ import pytest
 
 from hybridflow.data.epoch_order import EpochCursor, epoch_order
 from hybridflow.data.loader import PromptLoader
-from hybridflow.data.records import PromptRecord, TextPair
+from hybridflow.data.records import PromptRecord, TextPair, fingerprint
 from hybridflow.data.sentencepiece_tokenizer import train_sentencepiece
 from hybridflow.data.sft import SftLoader, sft_pairs
 from hybridflow.data.token_rows import Overlong
@@ -176,3 +176,11 @@ def test_a_loader_of_4000_prompts_starts_fast(tmp_path):
 def test_a_cursor_gives_each_row_equally_often():
     cursor = EpochCursor(7, seed=1, shuffle=True)
     assert set(Counter(visit.row for visit in cursor.take(7 * 4)).values()) == {4}
+
+
+def test_a_fingerprint_tells_other_prompts_answers_and_orders():
+    rows = records(["12", "34"])
+    others = [rows[::-1], rows[:1], records(["12", "35"]), [rows[0], PromptRecord("s", "34", "x")], []]
+    assert fingerprint(rows) == fingerprint(records(["12", "34"]))
+    assert len({fingerprint(other) for other in [rows, *others]}) == 6
+    assert all(0 <= fingerprint(other) < 2**63 for other in others)

@@ -66,6 +66,8 @@ def test_templates_shorten_prompts():
 @pytest.mark.parametrize(
     "task, message",
     [
+        (TaskSpec("list_functions"), "'list_functions' gives other items for the same seed"),
+        (TaskSpec("graph_color"), "'graph_color' states no answer"),
         (TaskSpec("chain_sun"), "unknown reasoning-gym task 'chain_sun'; did you mean chain_sum"),
         (TaskSpec("chain_sum", config={"max_term": 3}), "'chain_sum' does not take config .*max_terms"),
         (TaskSpec("chain_sum", config={"min_terms": 9, "max_terms": 3}), "'chain_sum' does not take config"),
