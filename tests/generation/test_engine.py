@@ -5,7 +5,10 @@ import pytest
 import torch
 
 from hybridflow.generation.engine import StaleWeightsError
+from hybridflow.generation.random import stream_keys, uniforms
 from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
+from hybridflow.generation.sampling import sample_tokens
+from hybridflow.models.attention import PackedCausal
 from hybridflow.parallel.mesh import Grid, Layout
 from tests.generation.small_model import (
     CONFIG,
@@ -42,6 +45,23 @@ def test_unwritten_memory_is_never_read(poisoned_memory):
     generator = make_generator(max_batch_rows=9)
     for completion in generator.generate(make_prompts(LENGTHS, samples=3), PARAMS, seed=4):
         assert completion.log_probs == pytest.approx(full_log_probs(generator, completion, 0.8), rel=0, abs=1e-9)
+
+
+def test_token_i_is_draw_i_of_its_own_stream():
+    """A sampler without a cache or a batch: the whole sequence again for every token."""
+    generator = make_generator()
+    for prompt in make_prompts([1, 9], samples=2):
+        completion, = generator.generate([prompt], replace(PARAMS, top_k=20), seed=11)
+        key = stream_keys(11, torch.tensor([prompt.id]), torch.tensor([prompt.sample]))
+        ids = list(prompt.ids)
+        for i, token in enumerate(completion.response_ids):
+            with torch.no_grad():
+                hidden = generator.stage.forward_hidden(torch.tensor(ids), torch.arange(len(ids)),
+                                                        PackedCausal((len(ids),), torch.device("cpu")))
+                logits = generator.stage.logits(hidden[-1:])
+            drawn, _ = sample_tokens(logits, uniforms(key, torch.tensor([i])), replace(PARAMS, top_k=20))
+            assert drawn.item() == token
+            ids.append(token)
 
 
 @pytest.mark.parametrize("limits", [dict(max_batch_rows=1), dict(max_batch_rows=3), dict(max_batch_rows=10),

@@ -133,6 +133,13 @@ def test_top_p_against_a_sort(top_p, dtype):
         assert got[0] == weight
 
 
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_a_mass_that_is_reached_exactly_is_enough(top_k):
+    weights = torch.tensor([[0.5, 0.0625, 1.0, 0.4375]])  # of a total of 2
+    for top_p, smallest in ((0.5, 1.0), (0.75, 0.5), (0.76, 0.4375), (0.97, 0.0625)):
+        assert weight_floor(weights, SamplingParams(max_new_tokens=1, top_k=top_k, top_p=top_p)).item() == smallest
+
+
 def test_ties_at_the_floor_stay_together():
     logits = torch.tensor([1.0, 3.0, 1.0, 1.0, 0.0], dtype=torch.float64)
     tokens, _ = draw(logits.repeat(500, 1), grid(500), top_k=2)
