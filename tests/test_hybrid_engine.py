@@ -1,0 +1,80 @@
+"""The reshard of a real decoder: bytes at the lower bound, weights bit for bit, stale versions refused."""
+
+import pytest
+import torch
+
+from hybridflow.generation.engine import StaleWeightsError
+from hybridflow.generation.records import Prompt, SamplingParams
+from hybridflow.hybrid_engine import HybridEngine
+from hybridflow.models.config import Head
+from hybridflow.models.weights import decoder_shard_map
+from hybridflow.parallel.mesh import Grid, Layout, Mesh
+from hybridflow.parallel.plan import TransferPlan
+from hybridflow.parallel.world import World
+from tests.engine.models import tiny_model, train_engine
+from tests.ranks import run_ranks
+
+PAIRS = [(Layout(2, 2, 1), Layout(1, 1, 4)), (Layout(4, 1, 1), Layout(2, 1, 2)), (Layout(1, 4, 1), Layout(2, 1, 2)),
+         (Layout(2, 1, 2), Layout(4, 1, 1)), (Layout(2, 1, 2), Layout(2, 1, 2)), (Layout(1, 2, 2), Layout(1, 1, 4))]
+PARAMS = SamplingParams(max_new_tokens=3)
+
+
+def reshard(world: World, train: Layout, generation: Layout, tied: bool, bucket_bytes: int) -> tuple[int, int]:
+    """(bytes received, their lower bound), after checking every weight against the canonical tensors."""
+    model = tiny_model(tie_word_embeddings=tied)
+    engine = train_engine(world, train, model, Head.LANGUAGE_MODEL, dtype=torch.float32)
+    hybrid = HybridEngine(engine, Mesh(Grid.of(generation), world), bucket_bytes=bucket_bytes)
+    assert sum(param.numel() for param in hybrid.stage.parameters()) == 0
+    hybrid.fill()
+    whole = train_engine(World.single(torch.device("cpu")), Layout(), model, Head.LANGUAGE_MODEL, dtype=torch.float32)
+    canonical = {shard.box.name: shard.view(whole.storages) for shard in whole.shard_map.shards(0)}
+    storages = {name: param.data for name, param in hybrid.stage.named_parameters()}
+    wanted = decoder_shard_map(model, hybrid.mesh.grid, Head.LANGUAGE_MODEL).shards(world.rank)
+    assert all(torch.equal(shard.view(storages), canonical[shard.box.name][shard.box.slices]) for shard in wanted)
+    hybrid.free()
+    assert sum(param.numel() for param in hybrid.stage.parameters()) == 0
+    return hybrid.last_report.received_bytes, hybrid.last_report.lower_bound_bytes
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("train, generation", PAIRS, ids=str)
+def test_received_bytes_are_the_lower_bound(train: Layout, generation: Layout, tied: bool):
+    results = run_ranks(4, reshard, train, generation, tied, 1 << 20)
+    assert all(received == bound for received, bound in results)
+    assert (sum(received for received, _ in results) == 0) == (train == generation)
+    assert results == run_ranks(4, reshard, train, generation, tied, 300)  # buckets smaller than most tensors
+
+
+@pytest.mark.parametrize("t, p, tg", [(2, 2, 1), (4, 1, 2), (4, 2, 2), (8, 1, 2), (8, 4, 1)])
+def test_volume_is_the_papers_where_its_grouping_applies(t: int, p: int, tg: int):
+    """HybridFlow, table 2: (t p - tg) / (tg t p) of the model for each rank, of the tensors that are cut."""
+    model = tiny_model(num_layers=8, num_heads=8, num_kv_heads=8, vocab_size=64)
+    source = decoder_shard_map(model, Grid.of(Layout(t, p, 1)), Head.LANGUAGE_MODEL)
+    interval = t // tg  # a generation tensor group takes every interval-th rank of a training one
+    ranks = tuple(stage * t + place + i * interval
+                  for stage in range(p) for place in range(interval) for i in range(tg))
+    dest = decoder_shard_map(model, Grid(Layout(tg, 1, t * p // tg), ranks), Head.LANGUAGE_MODEL)
+    cut = {name for name, shape in source.shapes.items() if len(shape) == 2}
+    size = sum(shape[0] * shape[1] for name, shape in source.shapes.items() if name in cut)
+    plan = TransferPlan.between(source, dest)
+    received = sum(c.box.numel for c in plan.copies if c.source != c.dest and c.box.name in cut)
+    assert received == (t * p - tg) * size // tg
+
+
+def stale(world: World) -> str:
+    engine = train_engine(world, Layout(2, 2, 1), tiny_model(), Head.LANGUAGE_MODEL)
+    hybrid = HybridEngine(engine, Mesh(Grid.of(Layout(1, 1, 4)), world), bucket_bytes=1 << 20)
+    hybrid.fill()
+    prompts = [Prompt(0, 0, (1, 2))]
+    before = hybrid.generator.generate(prompts, PARAMS, 0, expected_version=engine.version)
+    engine.version += 1
+    with pytest.raises(StaleWeightsError, match="version 1"):
+        hybrid.generator.generate(prompts, PARAMS, 0, expected_version=engine.version)
+    hybrid.free()
+    with pytest.raises(StaleWeightsError):
+        hybrid.generator.generate(prompts, PARAMS, 0, expected_version=engine.version)
+    return str(before)
+
+
+def test_stale_weights_do_not_generate():
+    assert len(set(run_ranks(4, stale))) == 1

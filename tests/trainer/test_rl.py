@@ -1,0 +1,71 @@
+"""A whole step is that of one process: the same rollouts, losses and gradient norms on every mixture of layouts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.observe.metric_names import check_names
+from hybridflow.parallel.world import World
+from tests.ranks import run_ranks
+from tests.trainer.runs import make_tokenizer, run_steps, tiny_config
+
+TIMES = ("time/", "perf/", "reshard/")
+LAYOUTS = [
+    ("train.layout.tp=2", "train.layout.pp=2", "generation.layout.tp=1"),
+    ("train.layout.tp=2", "train.layout.pp=1", "generation.layout.tp=2", "train.zero_stage=0",
+     "model.critic.layout={tp: 1, pp: 2}", "model.reference.layout={tp: 4, pp: 1}"),
+    ("train.layout.tp=4", "generation.layout.tp=4", "train.layout.sequence_parallel=true", "train.micro_batch_size=1",
+     "model.critic.layout={tp: 1, pp: 4}"),
+    ("train.layout.pp=4", "generation.layout.tp=2", "train.schedule=gpipe", "train.forward_micro_batch_size=3"),
+    ("train.layout.tp=1", "generation.layout.tp=1", "train.micro_batch_size=2", "train.zero_stage=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def steps_on(world: World, tokenizer: Path, folder: Path, overrides: tuple[str, ...], steps: int) -> tuple:
+    return run_steps(world, tiny_config(tokenizer, folder, overrides), steps)
+
+
+def numbers(metrics: dict[str, float]) -> dict[str, float]:
+    """What must not depend on the layout; the log-prob gap is rounding itself."""
+    return {name: value for name, value in metrics.items() if not name.startswith(TIMES) and "gap" not in name}
+
+
+@pytest.mark.parametrize("algorithm", [
+    ("algorithm.name=ppo",),
+    ("algorithm.name=grpo", "algorithm.kl={where: loss, estimator: k3, coef: 0.1}",
+     "algorithm.loss_reduction=seq-mean-token-mean"),
+])
+def test_every_layout_takes_the_step_of_one_process(algorithm: tuple[str, ...], tokenizer: Path, tmp_path: Path):
+    alone, answers = steps_on(World.single(torch.device("cpu")), tokenizer, tmp_path, algorithm, 2)
+    check_names(alone[0])
+    assert alone[0]["reward/std"] > 0 and alone[0]["policy/grad_norm"] > 0 and alone[0]["reward/extra_digits"] > 0
+    for layout in LAYOUTS:
+        if "grpo" in algorithm[0]:
+            layout = tuple(key for key in layout if "critic" not in key)
+        ranks = run_ranks(4, steps_on, tokenizer, tmp_path, (*algorithm, *layout), 2)
+        for step in range(2):
+            assert {row: ids for _, rows in ranks for row, ids in rows[step].items()} == answers[step], layout
+            for metrics, _ in ranks:
+                assert numbers(metrics[step]) == pytest.approx(numbers(alone[step]), rel=1e-8, abs=1e-10), layout
+                assert metrics[step]["policy/log_prob_gap_max"] < 1e-12
+
+
+def test_one_update_per_rollout_has_ratio_one(tokenizer: Path, tmp_path: Path):
+    """Case 6: ratio exactly 1, KL 0 and nothing clipped, whatever the micro-batch sizes of scoring and training."""
+    keys = ("train.global_batch_size=18", "train.micro_batch_size=1", "train.forward_micro_batch_size=18")
+    metrics, _ = steps_on(World.single(torch.device("cpu")), tokenizer, tmp_path, keys, 2)
+    for step in metrics:
+        assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-15)
+        assert step["policy/approx_kl"] == 0.0 and step["policy/clip_fraction"] == 0.0
+
+
+def test_log_prob_gap_in_fp32_is_rounding(tokenizer: Path, tmp_path: Path):
+    keys = ("train.mixed_precision=no", "train.layout.tp=2", "train.layout.pp=2", "generation.layout.tp=1")
+    for metrics, _ in run_ranks(4, steps_on, tokenizer, tmp_path, keys, 1):
+        assert 0 < metrics[0]["policy/log_prob_gap_max"] <= 1e-5
