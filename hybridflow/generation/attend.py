@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridflow.generation.kv_cache import RowGroup
+from hybridflow.generation.admission import SharedPrompt
+from hybridflow.generation.kv_cache import PromptCells, RowGroup
 from hybridflow.models.attention import PackedCausal
 
 
@@ -22,20 +23,23 @@ class PrefillAttend:
     Prompts of one group have similar lengths, so a rectangle of each group wastes little.
     """
 
-    def __init__(self, groups: Sequence[tuple[RowGroup, tuple[int, ...]]], device: torch.device) -> None:
-        """`groups`: the caches with the lengths of their distinct prompts, in packed order."""
-        self._parts = []
+    def __init__(self, groups: Sequence[RowGroup], runs: Sequence[Sequence[SharedPrompt]],
+                 device: torch.device) -> None:
+        """`runs`: the distinct prompts of each group, in packed order."""
+        self._parts: list[tuple[RowGroup, PromptCells, slice, PackedCausal]] = []
         start = 0
-        for group, lengths in groups:
+        for group, run in zip(groups, runs, strict=True):
+            lengths = tuple(len(prompt.ids) for prompt in run)
+            cells = group.prompt_cells(lengths, [len(prompt.requests) for prompt in run])
             span = slice(start, start + sum(lengths))
-            self._parts.append((group, span, PackedCausal(lengths, device)))
+            self._parts.append((group, cells, span, PackedCausal(lengths, device)))
             start = span.stop
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outputs = []
-        for group, span, causal in self._parts:
+        for group, cells, span, causal in self._parts:
             outputs.append(causal(layer, q[span], k[span], v[span]))
-            group.write_prompts(layer, k[span], v[span])
+            group.write_prompts(layer, cells, k[span], v[span])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.generation.admission import Limits, SharedPrompt, admit, similar_lengths, waiting_order
+from hybridflow.generation.admission import Limits, SharedPrompt, admit, cheapest_merge, similar_lengths, waiting_order
 from hybridflow.generation.attend import DecodeAttend, PrefillAttend
 from hybridflow.generation.kv_cache import CacheShape, RowGroup
 from hybridflow.generation.random import stream_keys, uniforms
@@ -24,6 +24,8 @@ from hybridflow.models.config import ModelConfig
 from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.layout import split_heads
 from hybridflow.parallel.mesh import AxisGroup, Mesh
+
+MOST_GROUPS = 8  # attention calls a layer
 
 
 class StaleWeightsError(RuntimeError):
@@ -129,10 +131,9 @@ class _Rollout:
     def prefill(self, cohort: list[SharedPrompt]) -> None:
         """Run the prompts of `cohort`, the first waiting ones, and sample the first token of each of their rows."""
         runs = similar_lengths(cohort)
-        groups = [RowGroup([len(p.ids) for p in run], [len(p.requests) for p in run], self.params.max_new_tokens,
-                           self.shape) for run in runs]
-        attend = PrefillAttend([(group, tuple(len(p.ids) for p in run))
-                                for group, run in zip(groups, runs, strict=True)], self.shape.device)
+        groups = [RowGroup.of_prompts([len(p.ids) for p in run], [len(p.requests) for p in run],
+                                      self.params.max_new_tokens, self.shape) for run in runs]
+        attend = PrefillAttend(groups, runs, self.shape.device)
         ids, positions, last, copies = _pack(cohort, self.shape.device)
         hidden = self.stage.forward_hidden(ids, positions, attend)
         logits = self.stage.logits(hidden[last])  # [distinct prompts, vocab]
@@ -144,6 +145,9 @@ class _Rollout:
         self.table = RowTable.join(self.table, new)
         self.groups += groups
         self.retire()
+        while len(self.groups) > MOST_GROUPS:
+            i = cheapest_merge([(group.rows, group.columns) for group in self.groups])
+            self.groups[i : i + 2] = [RowGroup.merged(*self.groups[i : i + 2])]
 
     def decode(self) -> None:
         """Feed every row its newest token and sample the next one."""

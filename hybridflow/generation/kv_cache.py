@@ -1,7 +1,7 @@
-"""Keys and values of rows that decode in step, aligned at their ends so that every row writes at the same place.
+"""Keys and values of rows that decode together, aligned at their ends so that every row writes at the same place.
 
-Owns the storage: filling it from a prefill, one column a step, growth, and the removal of finished rows. It never
-decides which rows run, and lives for one `generate` call: nothing is kept that could outlive its weights.
+Owns the storage: filling it from a prefill, one column a step, growth, merging, and the removal of finished rows. It
+never decides which rows run, and lives for one `generate` call: nothing is kept that could outlive its weights.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FIRST_RESPONSE_COLUMNS = 256  # reserved for responses at first; doubled whenever they are used up
+LEAST_GROWTH = 256  # columns; a cache starts with this many for its responses
 
 
 @dataclass(frozen=True)
@@ -30,66 +30,97 @@ class CacheShape:
         return 2 * self.num_layers * self.kv_heads_per_rank * self.head_dim * self.dtype.itemsize
 
 
-class RowGroup:
-    """The cache of rows that were admitted together and have prompts of similar length.
+@dataclass(frozen=True)
+class PromptCells:
+    """Where packed prompts go: for each cell to fill its packed token, its row and its column, int64 `[cells]` each."""
 
-    Row r of prompt length p fills columns `start[r] = longest - p` up to `end`, the same for all rows. So a step
-    writes one column, and the mask is a constant bias over the few first columns, or none where all starts are equal:
+    token: Tensor
+    row: Tensor
+    column: Tensor
+
+
+class RowGroup:
+    """The cache of rows that attend in one call.
+
+    A row of n cached tokens fills columns `end - n` up to `end`, so a step writes the same column for all rows, and
+    the mask is a constant bias over the few first columns, or none where all rows are equally long:
 
         row 0, prompt of 5    | p p p p p r r . .
-        row 1, prompt of 3    | - - p p p r r . .       columns before a row's start are zero and masked
-                                first       end  capacity
+        row 1, prompt of 3    | - - p p p r r . .       columns before a row's start are masked
+                                first         end
 
     Attributes:
         rows: how many rows are alive; they are the first ones of each storage.
         end: columns filled so far.
-        sampled: tokens sampled for each row; `end` is one behind, the newest token is not in the cache yet.
+        sampled: int64 `[rows]` on the host, tokens sampled for each row. The newest of them is not in the cache yet.
     """
 
-    def __init__(self, prompt_lengths: Sequence[int], copies: Sequence[int], max_new_tokens: int,
-                 shape: CacheShape) -> None:
+    def __init__(self, lengths: Tensor, sampled: Tensor, max_new_tokens: int, shape: CacheShape) -> None:
         """
         Args:
-            prompt_lengths: tokens of each distinct prompt, in the order in which a prefill packs them.
-            copies: how many rows each prompt has; they follow one another.
+            lengths: int64 `[rows]` on the host, tokens of each row that are about to be filled in.
+            sampled: int64 `[rows]` on the host.
             max_new_tokens: the longest response.
         """
-        lengths = torch.tensor(prompt_lengths).repeat_interleave(torch.tensor(copies))
-        self.rows = len(lengths)
-        self.end = int(lengths.max())
-        self.sampled = 0
-        self._starts = self.end - lengths  # [rows], on the host: it steers views, not arithmetic
-        self._prompt_columns = self.end
-        self._full = self.end + max_new_tokens - 1  # the last token of a response is never fed back
-        self._capacity = min(self._full, self.end + FIRST_RESPONSE_COLUMNS)
-        self._shape = shape
-        size = (2, self.rows, shape.kv_heads_per_rank, self._capacity, shape.head_dim)
-        self._storages = [torch.empty(size, dtype=shape.dtype, device=shape.device) for _ in range(shape.num_layers)]
-        self._fill_index = self._place_prompts(prompt_lengths, copies)
+        self.rows, self.end, self.sampled = len(lengths), int(lengths.max()), sampled
+        self._starts = self.end - lengths  # on the host: it steers views, not arithmetic
+        self._shape, self._max_new_tokens = shape, max_new_tokens
+        self._capacity = self.end
+        self._capacity = self._wanted_capacity()
+        self._storages = [self._new_storage() for _ in range(shape.num_layers)]
         self._refresh_bias()
         if self._bias is not None:  # masked columns still meet a weight of 0, which NaN would survive
             for storage in self._storages:
                 storage[:, :, :, : int(self._starts.max())] = 0
 
-    def write_prompts(self, layer: int, k: Tensor, v: Tensor) -> None:
+    @classmethod
+    def of_prompts(cls, prompt_lengths: Sequence[int], copies: Sequence[int], max_new_tokens: int,
+                   shape: CacheShape) -> RowGroup:
+        """`copies[i]` rows for the i-th distinct prompt, one after another."""
+        lengths = torch.tensor(prompt_lengths).repeat_interleave(torch.tensor(copies))
+        return cls(lengths, torch.zeros_like(lengths), max_new_tokens, shape)
+
+    @classmethod
+    def merged(cls, one: RowGroup, other: RowGroup) -> RowGroup:
+        """The rows of `one` and then of `other`, in new storage without their dead rows and columns."""
+        lengths = torch.cat([one.end - one._starts, other.end - other._starts])
+        sampled = torch.cat([one.sampled, other.sampled])
+        group = cls(lengths, sampled, one._max_new_tokens, one._shape)
+        for part, rows in ((one, slice(0, one.rows)), (other, slice(one.rows, None))):
+            for new, old in zip(group._storages, part._storages, strict=True):
+                new[:, rows, :, group.end - part.columns : group.end] = old[:, : part.rows, :, part._first : part.end]
+        return group
+
+    @property
+    def columns(self) -> int:
+        """Tokens of the longest row: what each row costs to attend to."""
+        return self.end - self._first
+
+    def prompt_cells(self, prompt_lengths: Sequence[int], copies: Sequence[int]) -> PromptCells:
+        """The cells of prompts packed in the order of `of_prompts`."""
+        first_token = torch.tensor([0, *prompt_lengths]).cumsum(0)[:-1].repeat_interleave(torch.tensor(copies))
+        lengths = self.end - self._starts
+        row = torch.arange(self.rows).repeat_interleave(lengths)
+        offset = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
+        cells = torch.stack([first_token[row] + offset, row, self._starts[row] + offset])
+        return PromptCells(*cells.to(self._shape.device))
+
+    def write_prompts(self, layer: int, cells: PromptCells, k: Tensor, v: Tensor) -> None:
         """Store the packed prompts, `[prompt tokens, kv_heads, head_dim]` each, once for every row of a prompt."""
-        token, row, column = self._fill_index
         keys, values = self._storages[layer]
-        keys[row, :, column] = k[token]
-        values[row, :, column] = v[token]
+        keys[cells.row, :, cells.column] = k[cells.token]
+        values[cells.row, :, cells.column] = v[cells.token]
 
     def reserve(self) -> None:
-        """Make room for the column of the next step, doubling the responses' part layer by layer when it is full."""
+        """Make room for the column of the next step; storage that is full grows by half, layer by layer."""
         if self.end < self._capacity:
             return
-        assert self._capacity < self._full, (self._capacity, self._full)
-        grown = min(self._full, 2 * self._capacity - self._prompt_columns)
+        self._capacity = self._wanted_capacity()
+        assert self.end < self._capacity, (self.end, self._capacity)
         for layer, old in enumerate(self._storages):
-            size = (2, self.rows, old.shape[2], grown, old.shape[4])
-            new = torch.empty(size, dtype=old.dtype, device=old.device)
+            new = self._new_storage()
             new[:, :, :, : self.end] = old[:, : self.rows, :, : self.end]
             self._storages[layer] = new
-        self._capacity = grown
         self._refresh_bias()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -126,19 +157,20 @@ class RowGroup:
                 used = storage[:, :, :, : self.end]
                 used[:, to] = used[:, source]
         self.rows = len(survivors)
-        self._starts = self._starts[order]
+        self._starts, self.sampled = self._starts[order], self.sampled[order]
         if self.rows:
             self._refresh_bias()
         return order
 
-    def _place_prompts(self, prompt_lengths: Sequence[int], copies: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """For each cell to fill: its packed prompt token, its row and its column; `[cells]` each, on the device."""
-        first_token = torch.tensor([0, *prompt_lengths]).cumsum(0)[:-1].repeat_interleave(torch.tensor(copies))
-        lengths = self.end - self._starts
-        row = torch.arange(self.rows).repeat_interleave(lengths)
-        offset = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
-        cells = torch.stack([first_token[row] + offset, row, self._starts[row] + offset])
-        return tuple(cells.to(self._shape.device).unbind(0))
+    def _wanted_capacity(self) -> int:
+        """Half as many columns again as there are, but no more than can be filled: a last token is never fed back."""
+        steps_left = self._max_new_tokens - max(1, int(self.sampled.min()))  # the prefill samples the first token
+        return min(self.end + steps_left, self._capacity + max(LEAST_GROWTH, self._capacity // 2))
+
+    def _new_storage(self) -> Tensor:
+        shape = self._shape
+        size = (2, self.rows, shape.kv_heads_per_rank, self._capacity, shape.head_dim)
+        return torch.empty(size, dtype=shape.dtype, device=shape.device)
 
     def _refresh_bias(self) -> None:
         """The first column that anyone reads, and minus infinity before each row's start."""

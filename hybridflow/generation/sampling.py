@@ -33,7 +33,10 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> t
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     temperature = params.temperature or 1.0
     top = logits.amax(-1, keepdim=True)
-    weights = (logits - top).div_(temperature).exp_()
+    weights = logits - top
+    if temperature != 1:
+        weights /= temperature
+    weights.exp_()
     normaliser = weights.sum(-1, keepdim=True)
     if params.temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)

@@ -1,6 +1,13 @@
 import pytest
 
-from hybridflow.generation.admission import Limits, SharedPrompt, admit, similar_lengths, waiting_order
+from hybridflow.generation.admission import (
+    Limits,
+    SharedPrompt,
+    admit,
+    cheapest_merge,
+    similar_lengths,
+    waiting_order,
+)
 from hybridflow.generation.records import Prompt
 
 
@@ -50,3 +57,9 @@ def test_prefill_tokens_are_those_of_distinct_prompts_and_one_long_prompt_is_tak
 def test_runs_of_similar_lengths():
     cohort = [SharedPrompt((0,) * length, (0,)) for length in (100, 80, 75, 74, 58, 57, 1)]
     assert [[len(p.ids) for p in run] for run in similar_lengths(cohort)] == [[100, 80, 75], [74, 58, 57], [1]]
+
+
+def test_the_merge_that_adds_the_least_masked_work():
+    assert cheapest_merge([(64, 100), (1, 900), (2, 950)]) == 1
+    assert cheapest_merge([(3, 100), (3, 100), (1, 5)]) == 0
+    assert cheapest_merge([(1, 5), (1, 900)]) == 0

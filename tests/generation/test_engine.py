@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hybridflow.generation import engine
 from hybridflow.generation.engine import StaleWeightsError
 from hybridflow.generation.random import stream_keys, uniforms
 from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
@@ -93,6 +94,14 @@ def test_the_seed_decides():
     generator = make_generator()
     runs = [generator.generate(make_prompts([5]), SamplingParams(max_new_tokens=20), seed) for seed in (0, 1, 0)]
     assert runs[0] == runs[2] != runs[1]
+
+
+def test_tokens_do_not_depend_on_merged_caches(monkeypatch, poisoned_memory):
+    prompts = make_prompts(LENGTHS, samples=5)
+    want = make_generator().generate(prompts, PARAMS, seed=8)
+    for most in (1, 2, 3):
+        monkeypatch.setattr(engine, "MOST_GROUPS", most)
+        assert_same(make_generator(max_batch_rows=12).generate(prompts, PARAMS, seed=8), want)
 
 
 class CountedStage(torch.nn.Module):

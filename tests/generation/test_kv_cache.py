@@ -20,13 +20,15 @@ def poisoned(poisoned_memory):
 class Rows:
     """Whole rows of keys and values per layer, the slow and certain way."""
 
-    def __init__(self, lengths, copies, max_new_tokens):
-        self.generator = torch.Generator().manual_seed(0)
-        self.group = RowGroup(lengths, copies, max_new_tokens, SHAPE)
+    def __init__(self, lengths, copies, max_new_tokens, seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.group = RowGroup.of_prompts(lengths, copies, max_new_tokens, SHAPE)
+        cells = self.group.prompt_cells(lengths, copies)
         packed = [self.random(sum(lengths), KV_HEADS) for _ in range(2)], [self.random(sum(lengths), KV_HEADS)
                                                                           for _ in range(2)]
         for layer, (k, v) in enumerate(zip(*packed)):
-            self.group.write_prompts(layer, k, v)
+            self.group.write_prompts(layer, cells, k, v)
+        self.group.sampled += 1
         self.rows = [[[k.split(lengths)[p], v.split(lengths)[p]] for k, v in zip(*packed)]
                      for p, n in enumerate(copies) for _ in range(n)]
 
@@ -46,6 +48,7 @@ class Rows:
                 want = causal_attention_reference(queries.transpose(0, 1)[None], keys, values)[0, :, -1]
                 torch.testing.assert_close(got[i], want, rtol=0, atol=1e-12)
         self.group.step()
+        self.group.sampled += 1
 
     def remove(self, *places):
         done = torch.zeros(len(self.rows), dtype=torch.bool)
@@ -75,12 +78,29 @@ def test_removed_rows_leave_and_the_others_stay_right():
 
 
 def test_columns_grow_and_keep_what_they_held(monkeypatch):
-    monkeypatch.setattr(kv_cache, "FIRST_RESPONSE_COLUMNS", 1)
+    monkeypatch.setattr(kv_cache, "LEAST_GROWTH", 1)
     rows = Rows([5, 2], [1, 2], max_new_tokens=12)
     for step in range(11):
         if step == 4:
             rows.remove(1)
         rows.step()
+
+
+@pytest.mark.parametrize("first_is_longer", [True, False])
+def test_merged_groups_attend_as_before(first_is_longer, monkeypatch):
+    monkeypatch.setattr(kv_cache, "LEAST_GROWTH", 2)
+    parts = Rows([7, 5, 2], [2, 1, 2], max_new_tokens=9), Rows([4, 3], [1, 2], max_new_tokens=9, seed=1)
+    for _ in range(3):
+        parts[0].step()
+    parts[0].remove(0, 1, 3)
+    one, other = parts if first_is_longer else parts[::-1]
+    one.group, one.rows = RowGroup.merged(one.group, other.group), one.rows + other.rows
+    assert one.group.columns == 8  # the longest row that is left: 5 and 3 more
+    for step in range(5):
+        one.step()
+        if step == 2:
+            one.remove(1)
+    assert one.group.sampled.tolist() == [9, 6, 6, 6] if first_is_longer else [6, 6, 9, 9]
 
 
 def test_a_group_is_empty_after_its_last_row():
