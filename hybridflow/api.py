@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.batch_math import layout_table
-from hybridflow.config.reading import read_any
+from hybridflow.config.reading import Reading, read_any
 from hybridflow.config.schema import Config
 from hybridflow.data.loader import TokenisedPrompt, tokenise_prompts
 from hybridflow.data.records import ChatMessage, PromptRecord
@@ -50,7 +50,7 @@ def init_trainer(config: Config | Mapping[str, Any] | str | Path, data_loader: I
         print(result["policy_loss"], result["value_loss"])
     """
     reading = read_any(config, launched_place(dict(os.environ)).size, algorithm)
-    return Trainer(reading.config, data_loader, reading.notes)
+    return Trainer(World.from_env(), reading, data_loader)
 
 
 class Trainer:
@@ -61,16 +61,16 @@ class Trainer:
     `prompt` and, where the reward asks for them, `ground_truth`, `data_source` and `extra_info`.
     """
 
-    def __init__(self, config: Config, data_loader: Iterable[PromptBatch], notes: Sequence[str] = ()) -> None:
-        self.config, self.data_loader = config, data_loader
-        self.world = World.from_env()
+    def __init__(self, world: World, reading: Reading, data_loader: Iterable[PromptBatch]) -> None:
+        config = reading.config
+        self.world, self.config, self.data_loader = world, config, data_loader
         self.tokenizer = open_tokenizer(config.model.tokenizer or config.model.path)
-        self.trainer = RLTrainer(config, self.world, self.tokenizer)
+        self.trainer = RLTrainer(config, world, self.tokenizer)
         options = ViewOptions(Path(config.logging.dir), config.algorithm.name.value, config.train.total_steps,
                               progress=config.logging.progress)
-        self.view = RunView(options, self.world.rank, open_console())
+        self.view = RunView(options, world.rank, open_console())
         self.num_steps = self.num_prompts = 0
-        for sentence in (*notes, self.trainer.batch_line(), layout_table(config, self.world.size)):
+        for sentence in (*reading.notes, self.trainer.batch_line(), layout_table(config, world.size)):
             self.view.say(sentence)
 
     def train_step(self, batch: PromptBatch) -> dict[str, float]:

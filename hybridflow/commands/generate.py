@@ -36,7 +36,7 @@ def _answers(config: Config, world: World) -> list[dict]:
     generator, mesh = builder.generator()
     model = builder.actor_model()
     stop_ids, samples = builder.stop_ids(model), config.generation.samples_per_prompt
-    prompts = held_out_prompts(config, read_records(config), tokenizer, model.vocab_size)
+    prompts = held_out_prompts(config, read_records(config, world), tokenizer, model.vocab_size)
     rollout = answer(generator, mesh, prompts, builder.sampling(stop_ids), samples=samples, seed=config.train.seed,
                      version=None, dtype=torch.promote_types(builder.dtype, torch.float32))
     log_probs = rollout.batch.columns.rollout_log_probs.split(list(rollout.batch.home_lengths(world)))

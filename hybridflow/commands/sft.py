@@ -26,7 +26,7 @@ def run(config: Config) -> None:
 
 
 def _run(config: Config, world: World) -> None:
-    records = read_records(config)
+    records = read_records(config, world)
     tokenizer = _tokenizer(config, records, world)
     whole = Run(config, world, f"supervised training on {world.size} ranks", config.sft.steps)
     trainer = SupervisedTrainer(config, world, tokenizer)

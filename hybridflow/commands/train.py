@@ -26,7 +26,7 @@ def run(config: Config) -> None:
 def _run(config: Config, world: World) -> None:
     tokenizer = open_tokenizer(config.model.tokenizer or config.model.path)
     whole = Run(config, world, f"{config.algorithm.name.value} on {world.size} ranks", config.train.total_steps)
-    records = read_records(config)
+    records = read_records(config, world)
     trainer = RLTrainer(config, world, tokenizer)
     loader = training_prompts(config, records, tokenizer, trainer.model.vocab_size)
     whole.view.say(trainer.batch_line())

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 
 from hybridflow.config.words import WandbMode
-from hybridflow.observe.curve import draw_curve
 from hybridflow.observe.metric_log import JsonlSink, MetricLog, MetricSink, read_metrics
 from hybridflow.observe.progress import choose_style, open_progress
 from hybridflow.observe.samples import RolloutSample, SampleLog
@@ -107,6 +106,8 @@ class RunView:
         if not self._is_shown:
             return
         self.say(summarise(read_metrics(self._metrics_path)))
+        from hybridflow.observe.curve import draw_curve  # matplotlib: half a second that only rank 0 spends, at the end
+
         curve = self._options.run_dir / "learning_curve.png"
         if draw_curve(self._metrics_path, curve, self._options.title):
             self.say(f"Learning curve: {curve}")

@@ -1,6 +1,6 @@
 """The prompts of a run, as its config's data block names them.
 
-Owns turning the block into records and loaders. Every rank makes the same ones without a word.
+Owns turning the block into records and loaders. Every rank makes the same ones; a fingerprint is compared.
 """
 
 from __future__ import annotations
@@ -10,13 +10,29 @@ from hybridflow.config.words import DataSource
 from hybridflow.data.loader import PromptLoader, TokenisedPrompt, tokenise_prompts
 from hybridflow.data.readers import FileFormat, read_prompt_files
 from hybridflow.data.reasoning import TaskSpec, build_reasoning_mix
-from hybridflow.data.records import DataSplit
+from hybridflow.data.records import DataSplit, fingerprint
 from hybridflow.data.token_rows import Overlong
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.exchange import share_json
+from hybridflow.parallel.world import World
 
 
-def read_records(config: Config) -> DataSplit:
-    """Training and held-out records."""
+def read_records(config: Config, world: World) -> DataSplit:
+    """Training and held-out records, the same on every rank. Collective.
+
+    Raises:
+        ValueError: ranks have read different data (a file differs between nodes, or a task is not deterministic).
+    """
+    records = _read(config)
+    marks = share_json(world, fingerprint((*records.train, *records.test)))
+    if len(set(marks)) > 1:
+        odd = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+        raise ValueError(f"ranks {odd} have read other data than rank 0: check that data files are the same on every "
+                         "node, and set PYTHONHASHSEED=0 where a reasoning-gym task depends on it")
+    return records
+
+
+def _read(config: Config) -> DataSplit:
     data = config.data
     if data.source is DataSource.REASONING_GYM:
         tasks = tuple(TaskSpec(task.name, task.weight, dict(task.config), task.template) for task in data.tasks)

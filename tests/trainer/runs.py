@@ -44,7 +44,7 @@ def run_steps(world: World, config: Config, steps: int) -> tuple[list[dict[str, 
     """Metrics and responses (in row order, those at home here) of `steps` steps."""
     tokenizer = open_tokenizer(config.model.tokenizer)
     trainer = RLTrainer(config, world, tokenizer)
-    loader = training_prompts(config, read_records(config), tokenizer, trainer.model.vocab_size)
+    loader = training_prompts(config, read_records(config, world), tokenizer, trainer.model.vocab_size)
     metrics, responses = [], []
     for _ in range(steps):
         metrics.append(trainer.step(next(loader)))

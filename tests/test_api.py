@@ -1,0 +1,121 @@
+"""The Python interface: the article's dict as it stands, with a small local model, and every form of batch."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.api import Trainer, init_trainer
+from hybridflow.config.faults import ConfigError
+from hybridflow.config.reading import read_any
+from hybridflow.data.records import PromptRecord
+from hybridflow.data.tokenizer import open_tokenizer
+from hybridflow.observe.trace import Trace
+from hybridflow.parallel.world import World
+from hybridflow.trainer.build import Builder
+from hybridflow.trainer.export import export_actor
+from tests.ranks import run_ranks
+from tests.trainer.runs import make_tokenizer, tiny_config
+
+ROWS = [{"data_source": "sums", "prompt": f"{a} + {a} = ", "reward_model": {"ground_truth": str(2 * a)},
+         "extra_info": {"a": a}} for a in range(8)]
+REWARD = f"{Path(__file__).parent / 'trainer' / 'reward_of_length.py'}:score"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model with its tokenizer, as a folder."""
+    folder = tmp_path_factory.mktemp("model")
+    config = tiny_config(make_tokenizer(folder / "tokenizer"), folder, ("train.mixed_precision=no",))
+    tokenizer = open_tokenizer(config.model.tokenizer)
+    actor = Builder(config, World.single(), tokenizer, Trace()).actor(1)
+    export_actor(folder / "export", actor.engine, tokenizer)
+    return folder / "export"
+
+
+def article(model: Path, folder: Path, **train: object) -> dict:
+    """The nested dict of the article, with a small local model; the blocks after it are ours."""
+    return {
+        "train": {"total_steps": 2, "global_batch_size": 256, "micro_batch_size": 8, "gradient_accumulation_steps": 32,
+                  "zero_stage": 2, "fsdp": False, "mixed_precision": "bf16", **train},
+        "model": {"actor": str(model), "critic": str(model), "reward_model": None},
+        "rl_algorithm": {"type": "ppo", "clip_eps": 0.2, "entropy_coef": 0.01, "value_loss_coef": 0.5},
+        "generation": {"max_new_tokens": 4},
+        "reward": {"function": REWARD},
+        "logging": {"dir": str(folder)},
+    }
+
+
+def check_result(result: dict[str, float]) -> None:
+    assert result["value_loss"] > 0 and result["entropy"] > 0 and result["grad_norm"] > 0
+    assert result["policy_loss"] == result["policy/surrogate_loss"]
+    assert result["rollout/samples"] == 8
+
+
+def test_the_articles_dict_trains(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    trainer = init_trainer(config=article(model, tmp_path), data_loader=[ROWS], algorithm="ppo")
+    try:
+        check_result(trainer.train_step(ROWS))
+        assert trainer.config.train.micro_batch_size == 8 and trainer.config.algorithm.clip.high == 0.2
+        printed = capfd.readouterr().out
+        assert "train.micro_batch_size 8 is read over all data-parallel ranks" in printed
+        assert "train.zero_stage 2 is not honoured" in printed
+        trainer.export(tmp_path / "export")
+        assert (tmp_path / "export" / "model.safetensors").is_file()
+    finally:
+        trainer.close()
+
+
+def ranks_step(world: World, config: dict, batch: list) -> dict[str, float]:
+    trainer = Trainer(world, read_any(config, world.size), [])
+    result = trainer.train_step(batch)
+    trainer.trainer.close()
+    return result | {"micro_batch_size": trainer.config.train.micro_batch_size}
+
+
+def test_the_articles_dict_on_four_ranks_is_the_same_step(model: Path, tmp_path: Path):
+    config = article(model, tmp_path, mixed_precision="fp64")
+    alone = ranks_step(World.single(), config, ROWS)
+    layout = {"tp": 1, "pp": 2}
+    for result in run_ranks(4, ranks_step, article(model, tmp_path, mixed_precision="fp64", layout=layout), ROWS):
+        assert result["micro_batch_size"] == 4  # 8 over the two data-parallel ranks
+        for name in ("policy_loss", "value_loss", "loss", "entropy", "grad_norm", "reward"):
+            assert result[name] == pytest.approx(alone[name], rel=1e-8)
+
+
+def test_every_form_of_batch_is_the_same_batch(model: Path, tmp_path: Path):
+    config = article(model, tmp_path, mixed_precision="no")
+    columns = {"prompt": [row["prompt"] for row in ROWS], "ground_truth": [str(2 * a) for a in range(8)],
+               "data_source": ["sums"] * 8}
+    records = [PromptRecord("sums", row["prompt"], row["reward_model"]["ground_truth"]) for row in ROWS]
+    results = []
+    for batch in (ROWS, columns, records, columns["prompt"]):
+        trainer = init_trainer(config=config, data_loader=[])
+        results.append(trainer.train_step(batch))
+        trainer.close()
+    assert len({result["policy/grad_norm"] for result in results}) == 1
+
+
+def test_fit_takes_total_steps_from_the_loader(model: Path, tmp_path: Path):
+    trainer = init_trainer(config=article(model, tmp_path, mixed_precision="no"), data_loader=[ROWS, ROWS, ROWS])
+    check_result(trainer.fit())
+    trainer.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and (tmp_path / "learning_curve.png").is_file()
+    short = init_trainer(config=article(model, tmp_path, mixed_precision="no"), data_loader=[ROWS])
+    with pytest.raises(ValueError, match="ended after 1 batches; train.total_steps is 2"):
+        short.fit()
+    short.close()
+
+
+def test_what_is_wrong_is_named(model: Path, tmp_path: Path):
+    config = article(model, tmp_path)
+    config["train"]["micro_batch_sze"] = config["train"].pop("micro_batch_size")
+    config["rl_algorithm"]["clip_epsilon"] = 0.1
+    with pytest.raises(ConfigError, match=r"(?s)clip_epsilon.*did you mean.*micro_batch_sze.*did you mean"):
+        init_trainer(config=config, data_loader=[], algorithm="ppo")
+    trainer = init_trainer(config=article(model, tmp_path, mixed_precision="no"), data_loader=[])
+    for batch, why in (([], "no prompts"), ({"question": ["a"]}, "needs prompt"), ([{"prompt": "a"}], "batch item 0"),
+                       ({"prompt": ["a", "b"], "ground_truth": ["1"]}, "differ in length")):
+        with pytest.raises(ValueError, match=why):
+            trainer.train_step(batch)
+    trainer.close()

@@ -1,0 +1,93 @@
+"""The commands from end to end on one process: warm start, PPO, generate, export, and what they leave behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from hybridflow.cli import main
+from hybridflow.data.tokenizer import open_tokenizer
+from hybridflow.observe.metric_log import read_metrics
+from hybridflow.observe.metric_names import check_names
+
+TASK = "data.tasks=[{name: spell_backward, template: '{metadata[word]}=', config: {min_word_len: 3, max_word_len: 3}}]"
+DATA = (TASK, "data.size=64", "data.test_size=16", "data.max_prompt_length=16", "generation.max_new_tokens=5",
+        "evaluation.prompts=16", "logging.progress=true")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished warm start in sft/ and a finished PPO run in ppo/."""
+    root = tmp_path_factory.mktemp("runs")
+    small = "{hidden_size: 32, intermediate_size: 48, num_layers: 2, num_heads: 4, num_kv_heads: 2}"
+    assert main(["sft", "configs/sft_tiny.yaml", *DATA, f"model.spec={small}", f"logging.dir={root}/sft",
+                 f"model.tokenizer={root}/tokenizer.model", "sft.tokenizer_vocab_size=300", "sft.steps=4",
+                 "train.global_batch_size=16", "train.micro_batch_size=8", "evaluation.every_steps=2",
+                 "train.optimizer.warmup_steps=1"]) == 0
+    assert main(["train", "configs/ppo_tiny.yaml", *DATA, f"model.path={root}/sft/export", f"logging.dir={root}/ppo",
+                 "model.tokenizer=null", "train.layout={tp: 1, pp: 1}", "train.total_steps=2",
+                 "data.prompts_per_step=8", "generation.samples_per_prompt=2", "train.global_batch_size=8",
+                 "train.micro_batch_size=4", "evaluation.every_steps=1", "logging.trace_step=1",
+                 "logging.tensorboard=true", "logging.wandb=offline", "train.optimizer.warmup_steps=0"]) == 0
+    return root
+
+
+def test_a_run_leaves_metrics_samples_curve_trace_and_config(runs: Path):
+    records = read_metrics(runs / "ppo" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    for record in records:
+        check_names(name for name in record if name not in ("step", "unix_time"))
+        assert 0 <= record["eval/accuracy"] <= 1
+    assert records[1]["policy/log_prob_gap_max"] <= 1e-5 and records[2]["rollout/samples"] == 16
+    assert (runs / "ppo" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((runs / "ppo" / "trace.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert {"step", "generate", "reshard", "update_actor", "update_critic", "F0", "B0", "REDUCE"} <= names
+    assert len((runs / "ppo" / "samples.jsonl").read_text().splitlines()) >= 2
+    assert list((runs / "ppo").glob("**/*.wandb")) and list((runs / "ppo" / "tensorboard").iterdir())
+
+
+def test_the_resolved_config_starts_the_same_run_again(runs: Path, tmp_path: Path):
+    assert main(["train", str(runs / "ppo" / "config.yaml"), f"logging.dir={tmp_path}"]) == 0
+    first, again = (read_metrics(folder / "metrics.jsonl") for folder in (runs / "ppo", tmp_path))
+    times = ("time/", "perf/", "unix", "reshard/")
+    untimed = [{name: value for name, value in record.items() if not name.startswith(times)}
+               for record in (*first, *again)]
+    assert untimed[:3] == untimed[3:]
+
+
+def test_the_export_opens_in_transformers_with_the_same_logits_and_greedy_text(runs: Path, tmp_path: Path):
+    folder = runs / "ppo" / "export"
+    greedy = ["generation.temperature=0", f"model.path={folder}", f"logging.dir={tmp_path}", "model.spec=null",
+              f"model.tokenizer={folder}"]
+    assert main(["generate", "configs/sft_tiny.yaml", *DATA, *greedy]) == 0
+    answers = [json.loads(line) for line in (tmp_path / "generations.jsonl").read_text().splitlines()]
+    assert len(answers) == 16
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), open_tokenizer(folder)
+    for answer in answers:
+        assert theirs(answer["prompt"]).input_ids == answer["prompt_ids"] == ours.encode_prompt(answer["prompt"])
+        ids = torch.tensor([answer["prompt_ids"]])
+        made = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=ours.eos_id, pad_token_id=0)
+        assert made[0, ids.shape[1]:].tolist() == answer["response_ids"]
+        with torch.no_grad():
+            log_probs = model(torch.tensor([answer["prompt_ids"] + answer["response_ids"]])).logits[0].log_softmax(-1)
+        scored = log_probs[ids.shape[1] - 1:-1].gather(1, torch.tensor(answer["response_ids"])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer["log_probs"]), scored, rtol=0, atol=1e-4)
+        assert answer["finish_reason"] == ("stop" if answer["response_ids"][-1] == ours.eos_id else "length")
+
+
+def test_export_keeps_every_bit_and_changes_dtype_when_asked(runs: Path, tmp_path: Path):
+    folder = runs / "ppo" / "export"
+    for name, keys in (("same", []), ("bf16", ["train.mixed_precision=bf16"])):
+        assert main(["export", "configs/sft_tiny.yaml", f"model.path={folder}", "model.spec=null",
+                     f"model.tokenizer={folder}", f"logging.dir={tmp_path / name}", *keys]) == 0
+    before = load_file(folder / "model.safetensors")
+    same, half = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("same", "bf16"))
+    assert before.keys() == same.keys() == half.keys()
+    assert all(torch.equal(before[name], same[name]) for name in before)
+    assert all(torch.equal(before[name].bfloat16(), half[name]) for name in before)
