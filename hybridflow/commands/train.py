@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from hybridflow.config.batch_math import layout_table
 from hybridflow.config.schema import Config
-from hybridflow.data.records import prompt_text
+from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.tokenizer import open_tokenizer
-from hybridflow.observe.samples import RolloutSample
 from hybridflow.parallel.world import World
 from hybridflow.trainer.prompts import held_out_prompts, read_records, training_prompts
-from hybridflow.trainer.reward_source import answer_text
 from hybridflow.trainer.rl import RLTrainer
 from hybridflow.trainer.run import Run, RunParts
 
@@ -33,20 +31,13 @@ def _run(config: Config, world: World) -> None:
     whole.view.say(layout_table(config, world.size))
     if loader.num_dropped:
         whole.view.say(f"{loader.num_dropped} of {len(records.train)} prompts are too long and were dropped.")
-    last: list = []
+    last: list[TokenisedPrompt] = []
 
     def step() -> dict[str, float]:
         last[:] = next(loader)
         return trainer.step(last)
 
-    def samples() -> list[RolloutSample]:
-        batch = trainer.batch
-        rows = list(zip(batch.home[world.rank], batch.samples))[:config.logging.samples]
-        return [RolloutSample(prompt_text(last[batch.groups[row]].record.prompt),
-                              answer_text(tokenizer, sample.response, trainer.stop_ids),
-                              last[batch.groups[row]].record.ground_truth, batch.scores[row].item())
-                for row, sample in rows]
-
     evaluate = trainer.evaluator(held_out_prompts(config, records, tokenizer, trainer.model.vocab_size))
     whole.fit(RunParts(step=step, evaluate=evaluate, export=trainer.export, trace=trainer.trace,
-                       grid=trainer.roles.actor.engine.mesh.grid, timing=trainer.timer.take, samples=samples))
+                       grid=trainer.roles.actor.engine.mesh.grid, timing=trainer.timer.take,
+                       samples=lambda: trainer.samples(last, config.logging.samples)))

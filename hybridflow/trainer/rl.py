@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybridflow.batch import Batch
 from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.layouts import Role, roles
 from hybridflow.config.schema import Config
 from hybridflow.data.loader import TokenisedPrompt
+from hybridflow.data.records import prompt_text
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.exchange import share_json
 from hybridflow.observe.phases import PhaseTimer
+from hybridflow.observe.samples import RolloutSample
 from hybridflow.observe.trace import Trace, TraceCategory, settle_device
 from hybridflow.parallel.world import World
 from hybridflow.trainer.build import Builder, rl_updates
 from hybridflow.trainer.dataflow import Dataflow, Metrics, Roles, StepPlan
 from hybridflow.trainer.evaluate import Evaluator
 from hybridflow.trainer.export import export_actor
+from hybridflow.trainer.reward_source import answer_text
 from hybridflow.trainer.rollout import Sampler
 
 
@@ -42,7 +47,7 @@ class RLTrainer:
         self.roles = self._make_roles(builder)
         self.dataflow = Dataflow(self.roles, builder.advantages(), builder.actor_objective(),
                                  builder.critic_objective(), self._plan(), self.timer)
-        self.batch = None
+        self.batch: Batch | None = None
 
     def _make_roles(self, builder: Builder) -> Roles:
         updates, wanted = rl_updates(self.config, self.world.size), roles(self.config)
@@ -66,6 +71,16 @@ class RLTrainer:
         seconds = metrics["time/step"]
         return metrics | {"perf/tokens_per_second": self.batch.num_tokens / seconds,
                           "perf/samples_per_second": self.batch.num_rows / seconds}
+
+    def samples(self, prompts: Sequence[TokenisedPrompt], count: int) -> list[RolloutSample]:
+        """The first `count` rollouts of the last step, which was on `prompts`, in words and on every rank."""
+        assert self.batch is not None and self.batch.scores is not None
+        mine = [(row, answer_text(self.tokenizer, sample.response, self.stop_ids))
+                for row, sample in zip(self.batch.home[self.world.rank], self.batch.samples) if row < count]
+        answers = dict(pair for pairs in share_json(self.world, mine) for pair in pairs)
+        records = [prompts[group].record for group in self.batch.groups[:count]]
+        return [RolloutSample(prompt_text(record.prompt), answers[row], record.ground_truth,
+                              self.batch.scores[row].item()) for row, record in enumerate(records)]
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Evaluator:
         """What asks the current actor `prompts`, greedily."""

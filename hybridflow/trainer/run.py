@@ -32,7 +32,7 @@ class RunParts:
         step: takes the next data, gives metrics.
         evaluate: held-out metrics, {} where there are none.
         export: writes the model to a folder.
-        samples: some of the last step's work in words; rank 0's are shown.
+        samples: some of the last step's work in words.
         trace: recorded in the step that the config chooses.
         timing: metrics of what was timed since the last call (the evaluation's, when a step has taken its own).
         grid: the actor's training grid, for names of lanes.
