@@ -95,7 +95,7 @@ class Generator:
         longest = max((len(prompt.ids) for prompt in prompts), default=0) + params.max_new_tokens
         rows = min(self._max_batch_rows, max(1, self._max_cache_bytes // (longest * shape.bytes_per_token)))
         limits = Limits(rows, self._max_prefill_tokens)
-        with torch.no_grad():
+        with torch.inference_mode():
             return _Rollout(self.stage, self._mesh.tp, shape, prompts, params, seed, limits).run()
 
     def _cache_shape(self) -> CacheShape:
