@@ -13,6 +13,8 @@ VENV="${HYBRIDFLOW_VENV:-$ROOT/.venv}"
 
 # One thread a process: the ranks share the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Some reasoning-gym tasks go through sets: the same hashes on every rank, and from run to run.
+export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"
 # Models and data are local; no library may wait for a hub.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 

@@ -192,8 +192,10 @@ def _data(config: Config, command: Command) -> Iterator[Fault]:
                         f"only data.test_size {data.test_size} prompts are held out",
                         f"choose {data.test_size} or less")
         return
-    if not data.train_files and command is not Command.GENERATE:
+    if not data.train_files:
         yield Fault("data.train_files", [], f"data.source {data.source.value} has no file", "name at least one")
+    if command is Command.GENERATE and not data.test_files:
+        yield Fault("data.test_files", [], "there are no held-out prompts to answer", "name at least one file")
     judged = config.reward.function is not None or config.model.reward_model.path is not None
     if command is Command.TRAIN and not judged:
         yield Fault("reward.function", None, "nothing judges prompts from files",

@@ -106,6 +106,12 @@ def test_grpo_needs_a_group_and_a_row_reward():
     assert faults(1, grpo, two, "algorithm.kl.where=loss", "algorithm.kl.estimator=k3") == {}
 
 
+def test_generating_needs_held_out_prompts():
+    tree = {"model": {"path": "folder"}, "data": {"source": "jsonl", "train_files": ["a"]}}
+    assert set(faults(1, tree=tree, command=Command.GENERATE)) == {"data.test_files"}
+    assert faults(1, "data.test_files=[b]", tree=tree, command=Command.GENERATE) == {}
+
+
 def test_files_need_names_and_a_judge():
     tree = {"model": {"path": "folder"}, "data": {"source": "jsonl"}}
     assert set(faults(1, tree=tree)) == {"data.train_files", "reward.function"}
