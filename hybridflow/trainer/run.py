@@ -17,7 +17,6 @@ from hybridflow.observe.samples import RolloutSample
 from hybridflow.observe.trace import Trace
 from hybridflow.observe.trace_file import write_trace
 from hybridflow.observe.trace_gather import gather_events
-from hybridflow.observe.wandb_sink import WandbMode
 from hybridflow.parallel.mesh import Grid
 from hybridflow.parallel.world import World
 
@@ -60,7 +59,7 @@ class Run:
     def _view_options(self, title: str) -> ViewOptions:
         logging = self.config.logging
         return ViewOptions(self.folder, title, self.total_steps, progress=logging.progress, num_samples=logging.samples,
-                           wandb=WandbMode(logging.wandb.value), tensorboard=logging.tensorboard,
+                           wandb=logging.wandb, tensorboard=logging.tensorboard,
                            config=to_tree(self.config))
 
     def fit(self, parts: RunParts) -> None:
