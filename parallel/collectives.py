@@ -14,11 +14,18 @@ from torch import Tensor
 
 from hybridflow.parallel.mesh import AxisGroup
 
+# On a CPU, a direct exchange of at most this many bytes beats gloo's ring: at 128 KiB and two ranks it costs a third.
+DIRECT_BYTES = 1 << 20
+
 
 def all_reduce(x: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce `x` over the group in place and return it."""
-    if group.size > 1:
-        dist.all_reduce(x, op, group=group.process_group)
+    """Reduce `x` over the group in place and return it; the result is the same, bit for bit, on every member."""
+    if group.size == 1:
+        return x
+    if op == dist.ReduceOp.SUM and _is_direct(x, group.size - 1):
+        mine = x.contiguous()
+        return x.copy_(_sum_in_order(_exchange([mine] * group.size, group)))
+    dist.all_reduce(x, op, group=group.process_group)
     return x
 
 
@@ -26,6 +33,8 @@ def all_gather(x: Tensor, group: AxisGroup) -> Tensor:
     """Concatenate every member's `x` (equal shapes) on dim 0, in coordinate order."""
     if group.size == 1:
         return x
+    if x.device.type == "cpu":
+        return torch.cat(_exchange([x.contiguous()] * group.size, group))
     parts = list(x.new_empty(group.size, *x.shape).unbind(0))
     dist.all_gather(parts, x.contiguous(), group=group.process_group)
     return torch.cat([parts[place] for place in group.order])
@@ -34,17 +43,42 @@ def all_gather(x: Tensor, group: AxisGroup) -> Tensor:
 def reduce_scatter(x: Tensor, group: AxisGroup) -> Tensor:
     """This member's equal dim-0 slice of the sum of every member's `x`.
 
-    Sent as one all-to-all and summed locally: on gloo 3 to 4 times faster than its own reduce-scatter, and the same
-    bytes as a ring anywhere.
+    On a CPU every member sends the others their slices and sums its own: the bytes of a ring, and on gloo 3 to 4 times
+    faster than its reduce-scatter.
     """
     if group.size == 1:
         return x
     parts = list(x.contiguous().chunk(group.size))
     assert len(parts) == group.size and parts[-1].shape == parts[0].shape, (x.shape, group.size)
-    to_send = [parts[group.order.index(place)] for place in range(group.size)]
-    received = list(torch.empty_like(torch.stack(to_send)).unbind(0))
-    dist.all_to_all(received, to_send, group=group.process_group)
-    return torch.stack(received).sum(0)
+    if x.device.type == "cpu":
+        return _sum_in_order(_exchange(parts, group))
+    mine = torch.empty_like(parts[0])
+    sorted_parts = [parts[group.order.index(place)] for place in range(group.size)]
+    dist.reduce_scatter(mine, sorted_parts, group=group.process_group)
+    return mine
+
+
+def _is_direct(x: Tensor, copies: int) -> bool:
+    return x.device.type == "cpu" and copies * x.numel() * x.element_size() <= DIRECT_BYTES
+
+
+def _exchange(parts: list[Tensor], group: AxisGroup) -> list[Tensor]:
+    """Send part i to member i; what every member sent me, in coordinate order (my own part stands for mine)."""
+    received = [part if i == group.index else torch.empty_like(part) for i, part in enumerate(parts)]
+    others = [i for i in range(group.size) if i != group.index]
+    works = [dist.irecv(received[i], group.ranks[i], group=group.process_group) for i in others]
+    works += [dist.isend(parts[i], group.ranks[i], group=group.process_group) for i in others]
+    for work in works:
+        work.wait()
+    return received
+
+
+def _sum_in_order(parts: list[Tensor]) -> Tensor:
+    """The sum in coordinate order, so that every member that computes it gets the same bits."""
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
 
 
 def my_slice(x: Tensor, group: AxisGroup) -> Tensor:

@@ -1,0 +1,94 @@
+"""Collectives and their adjoints against the dense computation, also where coordinates are not in rank order."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridflow.parallel import collectives
+from hybridflow.parallel.mesh import AxisGroup
+from hybridflow.parallel.world import World
+from tests.ranks import run_ranks
+
+ORDERS = ((0, 1, 2, 3), (2, 0, 3, 1))
+SIZES = (8, 120_000)  # below and above the direct exchange's limit for four ranks in fp64
+
+
+def rows(rank: int, size: int) -> torch.Tensor:
+    return torch.randn(size, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def group_of(world: World, order: tuple[int, ...]) -> AxisGroup:
+    return AxisGroup(order, order.index(world.rank), world.group(order))
+
+
+def check_values(world: World) -> list[torch.Tensor]:
+    sums = []
+    for order in ORDERS:
+        group = group_of(world, order)
+        for size in SIZES:
+            mine, everyone = rows(world.rank, size), [rows(rank, size) for rank in order]
+            dense = torch.stack(everyone).sum(0)
+            reduced = collectives.all_reduce(mine.clone(), group)
+            torch.testing.assert_close(reduced, dense, rtol=0, atol=1e-13)
+            sums.append(reduced[:100])
+            assert torch.equal(collectives.all_gather(mine, group), torch.cat(everyone))
+            part = collectives.reduce_scatter(mine, group)
+            torch.testing.assert_close(part, dense.chunk(4)[group.index], rtol=0, atol=1e-13)
+            top = collectives.all_reduce(mine.clone(), group, dist.ReduceOp.MAX)
+            assert torch.equal(top, torch.stack(everyone).amax(0))
+    return sums
+
+
+def test_values_and_that_every_member_gets_the_same_bits():
+    by_rank = run_ranks(4, check_values)
+    for sums in by_rank[1:]:
+        assert all(torch.equal(mine, first) for mine, first in zip(sums, by_rank[0]))
+
+
+def not_contiguous(world: World) -> None:
+    group = group_of(world, (0, 1, 2, 3))
+    view = rows(world.rank, 8).T
+    collectives.all_reduce(view, group)
+    torch.testing.assert_close(view, sum(rows(rank, 8) for rank in range(4)).T, rtol=0, atol=1e-13)
+
+
+def test_a_strided_tensor_is_reduced_in_place():
+    run_ranks(4, not_contiguous)
+
+
+PAIRS = {  # what the whole group computes from everyone's input, and whether each member's output counts by itself
+    "copy_to": lambda xs: xs,
+    "reduce_from": lambda xs: [sum(xs)] * 4,
+    "gather_tokens": lambda xs: [torch.cat(xs)] * 4,
+    "reduce_scatter_tokens": lambda xs: list(sum(xs).chunk(4)),
+    "split_tokens": lambda xs: [x.chunk(4)[i] for i, x in enumerate(xs)],
+    "gather_replicated": lambda xs: [torch.cat(xs)] * 4,
+}
+REPLICATED_INPUT = ("copy_to", "split_tokens")
+REPLICATED_OUTPUT = ("reduce_from", "gather_replicated")
+
+
+def gradient(world: World, name: str) -> torch.Tensor:
+    group = group_of(world, ORDERS[1])
+    x = rows(0 if name in REPLICATED_INPUT else world.rank, 8).requires_grad_()
+    y = getattr(collectives, name)(x, group)
+    weight = rows(9 if name in REPLICATED_OUTPUT else 10 + world.rank, y.shape[0])
+    (y * weight).sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_gradients_are_those_of_the_whole_computation(name: str):
+    order = ORDERS[1]
+    same = name in REPLICATED_INPUT
+    xs = [rows(0 if same else rank, 8).requires_grad_() for rank in order]
+    inputs = [xs[0]] * 4 if same else xs
+    outputs = PAIRS[name](inputs)
+    if name in REPLICATED_OUTPUT:
+        loss = (outputs[0] * rows(9, outputs[0].shape[0])).sum()  # computed alike on every rank, counted once
+    else:
+        loss = sum((y * rows(10 + rank, y.shape[0])).sum() for y, rank in zip(outputs, order))
+    loss.backward()
+    by_rank = run_ranks(4, gradient, name)
+    for i, rank in enumerate(order):
+        torch.testing.assert_close(by_rank[rank], inputs[i].grad, rtol=0, atol=1e-13)
