@@ -35,7 +35,7 @@ class Rows:
     def random(self, *shape):
         return torch.randn(*shape, WIDTH, dtype=torch.float64, generator=self.generator)
 
-    def step(self):
+    def check_step(self):
         self.group.reserve()
         for layer in range(2):
             q, k, v = (self.random(len(self.rows), heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -62,18 +62,18 @@ class Rows:
 def test_steps_attend_to_the_whole_row(lengths, copies):
     rows = Rows(lengths, copies, max_new_tokens=6)
     for _ in range(5):
-        rows.step()
+        rows.check_step()
 
 
 def test_removed_rows_leave_and_the_others_stay_right():
     rows = Rows([7, 5, 3, 3], [2, 1, 2, 1], max_new_tokens=9)
-    rows.step()
+    rows.check_step()
     rows.remove(0, 1, 4)  # the longest prompt leaves: the first column moves up
-    rows.step()
+    rows.check_step()
     rows.remove(2)
-    rows.step()
+    rows.check_step()
     rows.remove(0)
-    rows.step()
+    rows.check_step()
     assert rows.group.rows == 1
 
 
@@ -83,7 +83,7 @@ def test_columns_grow_and_keep_what_they_held(monkeypatch):
     for step in range(11):
         if step == 4:
             rows.remove(1)
-        rows.step()
+        rows.check_step()
 
 
 @pytest.mark.parametrize("first_is_longer", [True, False])
@@ -91,13 +91,13 @@ def test_merged_groups_attend_as_before(first_is_longer, monkeypatch):
     monkeypatch.setattr(kv_cache, "LEAST_GROWTH", 2)
     parts = Rows([7, 5, 2], [2, 1, 2], max_new_tokens=9), Rows([4, 3], [1, 2], max_new_tokens=9, seed=1)
     for _ in range(3):
-        parts[0].step()
+        parts[0].check_step()
     parts[0].remove(0, 1, 3)
     one, other = parts if first_is_longer else parts[::-1]
     one.group, one.rows = RowGroup.merged(one.group, other.group), one.rows + other.rows
     assert one.group.columns == 8  # the longest row that is left: 5 and 3 more
     for step in range(5):
-        one.step()
+        one.check_step()
         if step == 2:
             one.remove(1)
     assert one.group.sampled.tolist() == [9, 6, 6, 6] if first_is_longer else [6, 6, 9, 9]
