@@ -13,6 +13,7 @@ import torch
 
 from hybridflow.engine.native import TrainEngine
 from hybridflow.generation.engine import Generator
+from hybridflow.generation.weight_layout import lay_out_for_decoding
 from hybridflow.models.config import Head
 from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.weights import decoder_shard_map
@@ -67,6 +68,7 @@ class HybridEngine:
         storages = {name: param.data for name, param in self.stage.named_parameters()}
         stats = execute(self.plan, self.mesh.world, self.train.storages, storages,
                                        wire_dtype=self._dtype, bucket_bytes=self.bucket_bytes)
+        lay_out_for_decoding(self.stage)
         self.generator.weight_version = self.train.version
         self.last_report = ReshardReport(time.perf_counter() - started, stats.received_bytes, self._lower_bound)
 

@@ -28,7 +28,7 @@ def reshard(world: World, train: Layout, generation: Layout, tied: bool, bucket_
     hybrid.fill()
     whole = train_engine(World.single(torch.device("cpu")), Layout(), model, Head.LANGUAGE_MODEL, dtype=torch.float32)
     canonical = {shard.box.name: shard.view(whole.storages) for shard in whole.shard_map.shards(0)}
-    storages = {name: param.data for name, param in hybrid.stage.named_parameters()}
+    storages = {name: param.data.contiguous() for name, param in hybrid.stage.named_parameters()}  # shards count rows
     wanted = decoder_shard_map(model, hybrid.mesh.grid, Head.LANGUAGE_MODEL).shards(world.rank)
     assert all(torch.equal(shard.view(storages), canonical[shard.box.name][shard.box.slices]) for shard in wanted)
     hybrid.free()
