@@ -66,8 +66,8 @@ class HybridEngine:
         for name, param in self.stage.named_parameters():
             param.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self.mesh.device)
         storages = {name: param.data for name, param in self.stage.named_parameters()}
-        stats = execute(self.plan, self.mesh.world, self.train.storages, storages,
-                                       wire_dtype=self._dtype, bucket_bytes=self.bucket_bytes)
+        stats = execute(self.plan, self.mesh.world, self.train.storages, storages, wire_dtype=self._dtype,
+                        bucket_bytes=self.bucket_bytes)
         lay_out_for_decoding(self.stage)
         self.generator.weight_version = self.train.version
         self.last_report = ReshardReport(time.perf_counter() - started, stats.received_bytes, self._lower_bound)

@@ -23,6 +23,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.engine.native import EngineOptions, ForwardEngine, ScheduleKind, TrainEngine
 from hybridflow.generation.engine import Generator
 from hybridflow.generation.records import SamplingParams
+from hybridflow.generation.weight_layout import lay_out_for_decoding
 from hybridflow.hybrid_engine import HybridEngine
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage
@@ -105,6 +106,7 @@ class Builder:
         storages = {name: param.data for name, param in stage.named_parameters()}
         shard_map = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
         load_hf(self.config.model.path, storages, shard_map, self.world.rank)
+        lay_out_for_decoding(stage)
         return Generator(stage, mesh, model), mesh
 
     def hybrid(self, actor: TrainedRole) -> HybridEngine:
