@@ -28,7 +28,7 @@ def run(config: Config) -> None:
 def _run(config: Config, world: World) -> None:
     records = read_records(config, world)
     tokenizer = _tokenizer(config, records, world)
-    whole = Run(config, world, f"supervised training on {world.size} ranks", config.sft.steps)
+    whole = Run(config, world, f"supervised training, world size {world.size}", config.sft.steps)
     trainer = SupervisedTrainer(config, world, tokenizer)
     loader = SftLoader(sft_pairs(records.train), tokenizer, config.train.global_batch_size, config.train.seed,
                        config.data.shuffle, config.data.max_prompt_length + config.generation.max_new_tokens,

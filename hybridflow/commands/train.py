@@ -23,7 +23,7 @@ def run(config: Config) -> None:
 
 def _run(config: Config, world: World) -> None:
     tokenizer = open_tokenizer(config.model.tokenizer or config.model.path)
-    whole = Run(config, world, f"{config.algorithm.name.value} on {world.size} ranks", config.train.total_steps)
+    whole = Run(config, world, f"{config.algorithm.name.value}, world size {world.size}", config.train.total_steps)
     records = read_records(config, world)
     trainer = RLTrainer(config, world, tokenizer)
     loader = training_prompts(config, records, tokenizer, trainer.model.vocab_size)

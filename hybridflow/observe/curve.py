@@ -61,8 +61,8 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward", (Line("reward/mean", "mean reward", BLUE),
-                     Line("eval/accuracy", "held-out accuracy", ORANGE, dots=True))),
+    Panel("Reward, held-out accuracy", (Line("reward/mean", "mean reward", BLUE),
+                                        Line("eval/accuracy", "held-out accuracy", ORANGE, dots=True))),
     Panel("KL (nats per token)", (Line("policy/kl_reference", "to the reference", BLUE),
                                   Line("policy/approx_kl", "of the update", ORANGE))),
     Panel("Entropy (nats per token)", (Line("policy/entropy", "policy", BLUE),)),
