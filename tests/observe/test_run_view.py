@@ -65,7 +65,7 @@ def test_curve_draws_the_numbers_logged():
 def test_only_what_was_logged_gets_a_panel():
     rows = [{"step": 1, "sft/loss": 2.0, "sft/grad_norm": 1.0, "time/step": 1.0}, {"step": 2, "eval/accuracy": 0.5}]
     titles = [ax.get_title(loc="left") for ax in learning_curve(rows, "a run").axes]
-    assert titles == ["Reward", "Supervised loss (nats per token)", "Gradient norm",
+    assert titles == ["Reward, held-out accuracy", "Supervised loss (nats per token)", "Gradient norm",
                       "Step time (s), evaluation left out"]
     assert learning_curve([{"step": 1, "time/step": None}], "a run") is None
 
