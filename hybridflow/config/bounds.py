@@ -32,12 +32,12 @@ BOUNDS = (
          "train.epochs_per_rollout", "train.forward_micro_batch_size", "generation.samples_per_prompt",
          "generation.max_new_tokens", "generation.reshard_bucket_mb", "algorithm.constant_length", "data.size",
          "data.prompts_per_step", "data.max_prompt_length", "evaluation.every_steps", "evaluation.prompts",
-         "checkpoint.export_every_steps", "sft.steps"),
+         "checkpoint.export_every_steps", "sft.steps", "logging.trace_step"),
         lambda n: n >= 1, "must be at least 1", "choose 1 or more",
     ),
     Bound(
         ("train.seed", "train.optimizer.warmup_steps", "train.critic_optimizer.warmup_steps", "generation.top_k",
-         "data.test_size", "logging.samples", "logging.trace_step"),
+         "data.test_size", "logging.samples"),
         lambda n: n >= 0, "must not be negative", "choose 0 or more",
     ),
     Bound(

@@ -172,8 +172,8 @@ def _algorithm(config: Config) -> Iterator[Fault]:
 
 def _schedule(config: Config) -> Iterator[Fault]:
     step = config.logging.trace_step
-    if step is not None and step >= config.train.total_steps:
-        yield Fault("logging.trace_step", step, f"the run has only steps 0 to {config.train.total_steps - 1}",
+    if step is not None and step > config.train.total_steps:
+        yield Fault("logging.trace_step", step, f"the run has only steps 1 to {config.train.total_steps}",
                     "choose one of these, or null")
     if not config.logging.dir:
         yield Fault("logging.dir", config.logging.dir, "a run needs a folder", "choose e.g. runs/default")

@@ -83,7 +83,7 @@ class Run:
             self.view.before_training(metrics | _evaluation_time(parts))
 
     def _step(self, parts: RunParts, step: int) -> None:
-        traced = self.config.logging.trace_step == step - 1
+        traced = self.config.logging.trace_step == step
         if traced:
             parts.trace.start()
         metrics = parts.step()

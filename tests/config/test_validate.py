@@ -85,7 +85,7 @@ def test_models():
     ("data.tasks=[]", "data.tasks"),
     ("data.tasks=[{weight: 0}]", "data.tasks[0].weight"),
     ("evaluation.prompts=257", "evaluation.prompts"),
-    ("logging.trace_step=100", "logging.trace_step"),
+    ("logging.trace_step=101", "logging.trace_step"),
     ("logging.dir=''", "logging.dir"),
 ])
 def test_single_rules(override, key):
