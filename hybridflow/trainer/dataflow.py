@@ -105,7 +105,7 @@ class Dataflow:
         if roles.reference is not None:
             with self.timer.phase(Phase.REFERENCE):
                 batch = batch.with_columns(ref_log_probs=roles.reference.answer_tokens(batch))
-        if self.num_updates(batch) > 1:  # with one update old is the policy itself: ratio exactly 1, no pass needed
+        if len(self.update_rows(batch)) > 1:  # else old is the policy itself: ratio exactly 1, and no pass needed
             with self.timer.phase(Phase.LOG_PROBS):
                 batch = batch.with_columns(old_log_probs=roles.actor.answer_tokens(batch))
         if roles.critic is not None:
@@ -130,10 +130,6 @@ class Dataflow:
         gap = all_reduce(gaps[0], everyone(self.world), dist.ReduceOp.MAX).item()
         return (policy_metrics(actor_updates) | critic_metrics(critic_updates)
                 | {"policy/log_prob_gap_max": gap, "train/skipped_steps": float(skipped)})
-
-    def num_updates(self, batch: Batch) -> int:
-        """Optimizer steps on this batch."""
-        return -(-batch.num_rows // self.plan.rows_per_update) * self.plan.epochs
 
     def update_rows(self, batch: Batch) -> list[range]:
         """The rows of each optimizer step; the last of an epoch may be short."""
