@@ -65,7 +65,8 @@ class MicroBatch:
     Attributes:
         input_ids: `[tokens]` int64; tokens = sum(lengths).
         position_ids: `[tokens]` int64, from 0 in each row.
-        lengths: tokens of each row; a last row of padding may make the total a multiple of tp (sequence parallelism).
+        lengths: tokens of each row. The last row may end in padding (id 0 at position 0) that makes the total a
+            multiple of tp for sequence parallelism: attention is causal, so none of its own tokens sees it.
         target_index: `[targets]` packed positions whose outputs predict the targets.
         targets: `[targets]` the response tokens, row after row.
         columns: what the loss needs for each target.
@@ -82,27 +83,24 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
-    def with_columns(self, **columns: Tensor) -> MicroBatch:
-        return replace(self, columns=self.columns.with_columns(**columns))
-
     @classmethod
     def pack(cls, samples: Sequence[Sample], columns: TokenColumns = TokenColumns(), *, device: torch.device,
              multiple_of: int = 1) -> MicroBatch:
-        """Pack `samples`, with a last row of padding where the tokens must be a multiple of `multiple_of`.
+        """Pack `samples`, with padding at the end of the last row where tokens must be a multiple of `multiple_of`.
 
-        An empty sequence of samples becomes one token of padding without a target, so that a replica without rows
-        still runs every stage and joins every collective.
+        An empty sequence of samples becomes a row of padding without a target, so that a replica without rows still
+        runs every stage and joins every collective.
         """
         lengths = [sample.length for sample in samples]
-        padding = -sum(lengths) % multiple_of or (0 if lengths else multiple_of)
-        ids = [token for sample in samples for token in (*sample.prompt, *sample.response)] + [0] * padding
-        if padding:
-            lengths.append(padding)
         positions = [position for length in lengths for position in range(length)]
+        padding = -len(positions) % multiple_of or (0 if lengths else multiple_of)
+        ids = [token for sample in samples for token in (*sample.prompt, *sample.response)] + [0] * padding
+        positions += [0] * padding
         starts = [0, *accumulate(lengths)]
         index = [start + len(sample.prompt) - 1 + i
                  for start, sample in zip(starts, samples) for i in range(len(sample.response))]
         targets = [token for sample in samples for token in sample.response]
+        lengths = [*lengths[:-1], sum(lengths[-1:]) + padding]
         as_ids = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
         return cls(as_ids(ids), as_ids(positions), tuple(lengths), as_ids(index), as_ids(targets), columns)
 
@@ -110,6 +108,6 @@ class MicroBatch:
     def pack_last_tokens(cls, samples: Sequence[Sample], *, device: torch.device, multiple_of: int = 1) -> MicroBatch:
         """Pack `samples` with one target a row, read at its last token: what a score head answers."""
         packed = cls.pack(samples, device=device, multiple_of=multiple_of)
-        ends = torch.tensor(packed.lengths[:len(samples)], dtype=torch.int64, device=device).cumsum(0) - 1
+        ends = torch.tensor([*accumulate(sample.length for sample in samples)], dtype=torch.int64, device=device) - 1
         return replace(packed, target_index=ends, targets=packed.input_ids[ends])
 

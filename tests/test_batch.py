@@ -4,6 +4,7 @@ import torch
 
 from hybridflow.batch import Batch, move_rows, row_map, split_rows
 from hybridflow.micro_batch import MicroBatch, Sample, TokenColumns
+from hybridflow.models.attention import PackedCausal
 from hybridflow.parallel.plan import TransferPlan
 from hybridflow.parallel.world import World
 from tests.ranks import run_ranks
@@ -73,7 +74,7 @@ def test_packing_predicts_each_response_token_from_the_position_before_it():
     packed = MicroBatch.pack([Sample((5, 6), (7, 8, 9)), Sample((1,), (2,))], device=device, multiple_of=4)
     assert packed.input_ids.tolist() == [5, 6, 7, 8, 9, 1, 2, 0]
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
-    assert packed.lengths == (5, 2, 1)
+    assert packed.lengths == (5, 3)  # the last row takes the padding
     assert packed.target_index.tolist() == [1, 2, 3, 5] and packed.targets.tolist() == [7, 8, 9, 2]
     last = MicroBatch.pack_last_tokens([Sample((5, 6), (7,)), Sample((1,), (2,))], device=device, multiple_of=4)
     assert last.target_index.tolist() == [2, 4]
@@ -81,4 +82,13 @@ def test_packing_predicts_each_response_token_from_the_position_before_it():
 
 def test_a_replica_without_rows_still_has_a_token_to_run():
     empty = MicroBatch.pack([], device=torch.device("cpu"), multiple_of=2)
+    assert empty.lengths == (2,)
     assert empty.num_tokens == 2 and empty.targets.numel() == 0 and empty.target_index.numel() == 0
+
+
+def test_padding_adds_no_row_to_what_attention_computes():
+    device, long = torch.device("cpu"), Sample((1,) * 100, (2,) * 41)
+    alone = MicroBatch.pack([long], device=device, multiple_of=4)
+    assert alone.lengths == (144,) and PackedCausal(alone.lengths, device).slots is None
+    equal = MicroBatch.pack([Sample((1,), (2,))] * 4, device=device, multiple_of=4)
+    assert equal.lengths == (2,) * 4 and PackedCausal(equal.lengths, device).slots is None

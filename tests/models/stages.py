@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridflow.micro_batch import MicroBatch, Sample
+from hybridflow.micro_batch import MicroBatch, Sample, TokenColumns
 from hybridflow.models.attention import PackedCausal
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage
@@ -88,8 +88,9 @@ def backward(built: Built, samples: list[tuple[Sample, torch.Tensor]], per_micro
     batches = []
     for start in range(0, len(samples), per_micro_batch):
         part = samples[start:start + per_micro_batch]
-        batch = MicroBatch.pack([sample for sample, _ in part], device=torch.device("cpu"), multiple_of=multiple)
-        batches.append(batch.with_columns(weight=torch.cat([weight for _, weight in part])))
+        columns = TokenColumns(weight=torch.cat([weight for _, weight in part]))
+        batches.append(MicroBatch.pack([sample for sample, _ in part], columns, device=torch.device("cpu"),
+                                       multiple_of=multiple))
 
     def loss(output, batch):
         answers = output.log_probs if built.stage.head_kind is Head.LANGUAGE_MODEL else output
