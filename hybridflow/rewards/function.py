@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from hybridflow.rewards import reasoning
-from hybridflow.rewards.pool import MAX_WORKERS, WorkerPool
-from hybridflow.rewards.records import FaultPolicy, RewardRequest, RewardResult, settle
+from hybridflow.rewards.pool import WorkerPool
+from hybridflow.rewards.records import RewardRequest, RewardResult
 from hybridflow.rewards.worker import Target
 
 
@@ -28,18 +28,15 @@ class ReasoningScoring(Enum):
 class RewardFunction:
     """A loaded reward function; usable from any thread, one call at a time. Close it, or use it in a `with`."""
 
-    def __init__(self, target: Target, *, timeout_s: float, policy: FaultPolicy, max_workers: int) -> None:
+    def __init__(self, target: Target, *, timeout_s: float) -> None:
         if not timeout_s > 0:
             raise ValueError(f"reward.timeout_s is {timeout_s}; it must be positive, for example 10.0")
-        self._pool = WorkerPool(target, timeout_s, max_workers)
-        self._policy = policy
+        self._pool = WorkerPool(target, timeout_s)
         self._lock = Lock()
         self._pool.start()
 
     @classmethod
-    def load(
-        cls, spec: str, *, timeout_s: float, policy: FaultPolicy, max_workers: int = MAX_WORKERS
-    ) -> RewardFunction:
+    def load(cls, spec: str, *, timeout_s: float) -> RewardFunction:
         """Start a worker that has loaded `spec` = "file.py:function" and wait for it.
 
         The function is called with the keywords data_source, solution_str, ground_truth, extra_info (a dict; under
@@ -49,37 +46,30 @@ class RewardFunction:
         Args:
             spec: path (relative: to the working directory) and name of the function.
             timeout_s: seconds that one row may take.
-            policy: what a faulty row does.
-            max_workers: rows that may run at once where rows are slow; 1 for a function that must not run twice.
 
         Raises:
             ValueError: the form of `spec` is wrong, the file is missing or does not import, the function is missing
                 (with the nearest name) or does not take the keywords, or timeout_s is not positive.
         """
-        target = parse_spec(spec)
-        return cls(target, timeout_s=timeout_s, policy=policy, max_workers=max_workers)
+        return cls(parse_spec(spec), timeout_s=timeout_s)
 
     @classmethod
-    def reasoning_gym(
-        cls, scoring: ReasoningScoring, tasks: Collection[str], *, timeout_s: float, policy: FaultPolicy
-    ) -> RewardFunction:
+    def reasoning_gym(cls, scoring: ReasoningScoring, tasks: Collection[str], *, timeout_s: float) -> RewardFunction:
         """The scorer of reasoning-gym tasks (see `reasoning`); requests must have their `entry`. Raises like `load`."""
         function = reasoning.score_exact if scoring is ReasoningScoring.EXACT else reasoning.score_partial
         needs_library = scoring is ReasoningScoring.PARTIAL or reasoning.SEVERAL_RIGHT_ANSWERS.intersection(tasks)
         target = Target(reasoning.__name__, function.__name__, preload=(reasoning.LIBRARY,) if needs_library else ())
-        return cls(target, timeout_s=timeout_s, policy=policy, max_workers=MAX_WORKERS)
+        return cls(target, timeout_s=timeout_s)
 
     def score(self, rows: Sequence[RewardRequest]) -> RewardResult:
-        """The scores of `rows`, in order. Rows past the limit run side by side: the call ends about timeout_s after
-        its last healthy row (for up to max_workers such rows).
+        """The scores of `rows`, in order, NaN where a row failed. Rows past the limit run side by side: the call ends
+        about timeout_s after its last healthy row (for up to `pool.MAX_WORKERS` such rows).
 
         Raises:
-            RewardFault: a row is faulty and the policy is to raise; all rows have been run.
             ValueError: a worker that was killed cannot load the function again.
         """
         with self._lock:
-            outcomes = self._pool.run([_keywords(row) for row in rows])
-        return settle(rows, outcomes, self._policy)
+            return RewardResult.of(self._pool.run([_keywords(row) for row in rows]))
 
     def close(self) -> None:
         """End the workers. A later `score` starts new ones."""

@@ -34,7 +34,6 @@ from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.optimizer import AdamWSettings, Decay, LrSchedule
 from hybridflow.parallel.world import World
 from hybridflow.rewards.function import ReasoningScoring, RewardFunction
-from hybridflow.rewards.records import FaultPolicy, OnFault
 from hybridflow.trainer.advantage import Advantages, GrpoAdvantages, KlPenalty, PpoAdvantages
 from hybridflow.trainer.reward_source import FunctionRewards, ModelRewards
 from hybridflow.trainer.roles import Reduction, ScoringRole, TrainedRole
@@ -122,12 +121,12 @@ class Builder:
         return FunctionRewards(self._reward_function(), self.tokenizer, stop_ids, self.world)
 
     def _reward_function(self) -> RewardFunction:
-        reward, policy = self.config.reward, FaultPolicy(OnFault.VALUE, 0.0)  # faulty rows are masked, not trained
+        reward = self.config.reward
         if reward.function is not None:
-            return RewardFunction.load(reward.function, timeout_s=reward.timeout_s, policy=policy)
+            return RewardFunction.load(reward.function, timeout_s=reward.timeout_s)
         tasks = [task.name for task in self.config.data.tasks]
         return RewardFunction.reasoning_gym(ReasoningScoring(reward.reasoning_gym.value), tasks,
-                                            timeout_s=reward.timeout_s, policy=policy)
+                                            timeout_s=reward.timeout_s)
 
     def advantages(self) -> Advantages:
         algorithm = self.config.algorithm

@@ -18,7 +18,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.exchange import share_json
 from hybridflow.parallel.world import World
 from hybridflow.rewards.function import RewardFunction
-from hybridflow.rewards.records import FaultCounts, RewardRequest, RewardResult
+from hybridflow.rewards.records import FaultKind, RewardRequest, RewardResult
 from hybridflow.trainer.roles import ScoringRole, sum_over_world
 
 
@@ -29,10 +29,15 @@ def answer_text(tokenizer: Tokenizer, response: Sequence[int], stop_ids: Sequenc
 
 
 class FunctionRewards:
-    """Every rank scores the rows at its home."""
+    """Every rank scores the rows at its home.
+
+    Attributes:
+        last_fault: what went wrong in the last `score`, the same sentence on every rank; None if nothing did.
+    """
 
     def __init__(self, function: RewardFunction, tokenizer: Tokenizer, stop_ids: tuple[int, ...], world: World) -> None:
         self.function, self.tokenizer, self.stop_ids, self.world = function, tokenizer, stop_ids, world
+        self.last_fault: str | None = None
 
     def score(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Tensor, dict[str, float]]:
         """Scores `[rows]` fp64 on every rank, NaN where the function failed; its faults and extras as metrics."""
@@ -41,9 +46,9 @@ class FunctionRewards:
                     for row, sample in zip(mine, batch.samples)]
         result = self.function.score(requests)
         table = torch.zeros(batch.num_rows, dtype=torch.float64)
-        table[mine] = result.scores.masked_fill(~result.valid, float("nan"))
+        table[mine] = result.scores
         scores = sum_over_world(table.to(self.world.device), self.world)
-        return scores, self._metrics(result)
+        return scores, self._tell(result, requests)
 
     def close(self) -> None:
         """End the function's workers."""
@@ -54,19 +59,24 @@ class FunctionRewards:
         return RewardRequest(record.data_source, answer_text(self.tokenizer, response, self.stop_ids),
                              record.ground_truth, record.extra_info, record.entry)
 
-    def _metrics(self, result: RewardResult) -> dict[str, float]:
-        told = share_json(self.world, [result.faults.by_name(), _numbers(result)])
-        faults = sum((FaultCounts(**counts) for counts, _ in told), FaultCounts())
-        metrics = {f"reward/faults_{name}": float(number) for name, number in faults.by_name().items()}
+    def _tell(self, result: RewardResult, requests: Sequence[RewardRequest]) -> dict[str, float]:
+        """The metrics of all ranks' rows, and the first rank's sentence on faults into `last_fault`."""
+        faults = {kind.value: result.faults[kind] for kind in FaultKind}
+        told = share_json(self.world, [faults, result.fault_sentence(requests), _numbers(result)])
+        self.last_fault = next((f"rank {rank}: {sentence}" if self.world.size > 1 else sentence
+                                for rank, (_, sentence, _) in enumerate(told) if sentence is not None), None)
+        metrics = {f"reward/faults_{name}": float(sum(counts[name] for counts, _, _ in told)) for name in faults}
         extras: dict[str, list[float]] = defaultdict(list)
-        for _, numbers in told:
+        for _, _, numbers in told:
             for name, values in numbers.items():
                 extras[name] += values
         return metrics | {f"reward/extra_{name}": sum(values) / len(values) for name, values in extras.items()}
 
 
 class ModelRewards:
-    """A sequence classifier scores every row at its last token."""
+    """A sequence classifier scores every row at its last token. It has no faults to tell: `last_fault` is None."""
+
+    last_fault: str | None = None
 
     def __init__(self, role: ScoringRole) -> None:
         self.role = role

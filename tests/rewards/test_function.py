@@ -10,29 +10,33 @@ from pathlib import Path
 import pytest
 
 from hybridflow.rewards.function import RewardFunction
-from hybridflow.rewards.records import FaultCounts, FaultKind, FaultPolicy, OnFault, RewardFault, RewardRequest
+from hybridflow.rewards.pool import WorkerPool
+from hybridflow.rewards.records import FaultKind, RewardRequest, Score
+from hybridflow.rewards.worker import Target
 from tests.ranks import run_ranks
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
-NOBODY_IS_MINUS_ONE = FaultPolicy(OnFault.VALUE, value=-1.0)
 LIMIT_S = 1.0
 
 
-def load(name, **options):
-    options = {"timeout_s": 30.0, "policy": NOBODY_IS_MINUS_ONE} | options
-    return RewardFunction.load(f"{FUNCTIONS}:{name}", **options)
+def load(name, timeout_s=30.0):
+    return RewardFunction.load(f"{FUNCTIONS}:{name}", timeout_s=timeout_s)
 
 
 def rows(*solutions, truth="yes"):
     return [RewardRequest("test", solution, truth, {"index": i}) for i, solution in enumerate(solutions)]
 
 
+def numbers(result):
+    """The scores, None where there is none."""
+    return [None if score != score else score for score in result.scores.tolist()]
+
+
 def check_case_24(function):
     start = time.monotonic()
     result = function.score(rows("yes", "raise", "spin", "nan", "no"))
     assert time.monotonic() - start < LIMIT_S + 2.0
-    assert result.scores.tolist() == [1.0, -1.0, -1.0, -1.0, 0.0]
-    assert result.faults == FaultCounts(raised=1, timed_out=1, not_finite=1)
+    assert numbers(result) == [1.0, None, None, None, 0.0]
     kinds = [fault.kind if fault else None for fault in result.row_faults]
     assert kinds == [None, FaultKind.RAISED, FaultKind.TIMED_OUT, FaultKind.NOT_FINITE, None]
     assert result.row_faults[1].message == "RuntimeError: no number in the text (functions.py line 13)"
@@ -56,9 +60,19 @@ def test_case_24_and_again_off_the_main_thread():
         assert function.score(rows("yes", "no")).scores.tolist() == [1.0, 0.0]
 
 
-def test_case_24_with_one_worker_only():
-    with load("score", timeout_s=LIMIT_S, max_workers=1) as function:
-        check_case_24(function)
+def test_one_worker_alone_runs_every_row():
+    pool = WorkerPool(Target(str(FUNCTIONS), "score"), limit_s=LIMIT_S, max_workers=1)
+    calls = [
+        {"data_source": "test", "solution_str": solution, "ground_truth": "yes", "extra_info": {}}
+        for solution in ("yes", "raise", "spin", "nan", "no")
+    ]
+    try:
+        pool.start()
+        outcomes = pool.run(calls)
+    finally:
+        pool.close()
+    kinds = [outcome.value if isinstance(outcome, Score) else outcome.kind for outcome in outcomes]
+    assert kinds == [1.0, FaultKind.RAISED, FaultKind.TIMED_OUT, FaultKind.NOT_FINITE, 0.0]
 
 
 def test_rows_that_spin_spin_side_by_side():
@@ -66,24 +80,26 @@ def test_rows_that_spin_spin_side_by_side():
         start = time.monotonic()
         result = function.score(rows(*["spin"] * 4, "yes"))
         assert time.monotonic() - start < 6.5  # one after another: more than 8
-        assert result.faults == FaultCounts(timed_out=4) and result.scores[4] == 1.0
+        assert result.faults == {FaultKind.TIMED_OUT: 4} and result.scores[4] == 1.0
 
 
-def test_faults_stop_the_run_where_the_policy_says_so():
-    with load("score", policy=FaultPolicy(OnFault.RAISE)) as function:
-        with pytest.raises(RewardFault, match="2 of 3 rows failed .1 raised, 1 not_finite.; first row 1") as error:
-            function.score(rows("yes", "nan", "raise"))
-        assert error.value.counts == FaultCounts(raised=1, not_finite=1)
+def test_the_user_is_told_the_first_fault():
+    with load("score") as function:
+        requests = rows("yes", "raise", "nan")
+        assert function.score(requests).fault_sentence(requests) == (
+            "2 of 3 rewards failed (1 raised, 1 not_finite); first: row 1 of data source 'test': RuntimeError: "
+            "no number in the text (functions.py line 13)"
+        )
 
 
 def test_what_counts_as_a_score():
     with load("odd") as function:
         result = function.score(rows("int", "bool", "dict"))
-        assert result.scores.tolist() == [2.0, 1.0, 0.5] and result.faults.total == 0
+        assert result.scores.tolist() == [2.0, 1.0, 0.5] and not result.faults
         assert result.extras == ({}, {}, {"format": 1, "note": "fine", "what": "[1]"})
         bad = function.score(rows("text", "none", "list", "bad dict", "text dict", "inf", "nan dict"))
-        assert bad.faults == FaultCounts(wrong_type=5, not_finite=2)
-        assert bad.scores.tolist() == [-1.0] * 7
+        assert bad.faults == {FaultKind.WRONG_TYPE: 5, FaultKind.NOT_FINITE: 2}
+        assert numbers(bad) == [None] * 7
         assert "not the str '1.0'" in bad.row_faults[0].message
         assert "{'reward': 1.0}" in bad.row_faults[3].message
 
@@ -91,8 +107,8 @@ def test_what_counts_as_a_score():
 def test_violence_is_counted_and_hurts_nobody_else():
     with load("violent", timeout_s=2.0) as function:
         result = function.score(rows("a", "exit", "b", "die", "c", "killed", "d", "deep", "regex", "sleep", "e"))
-        assert result.faults == FaultCounts(raised=2, crashed=2, timed_out=2)
-        assert [i for i, ok in enumerate(result.valid.tolist()) if ok] == [0, 2, 4, 6, 10]
+        assert result.faults == {FaultKind.RAISED: 2, FaultKind.CRASHED: 2, FaultKind.TIMED_OUT: 2}
+        assert [i for i, fault in enumerate(result.row_faults) if fault is None] == [0, 2, 4, 6, 10]
         assert result.row_faults[1].message.startswith("SystemExit: 0")
         assert result.row_faults[3].message == "the process of the reward function ended with status 7"
         assert result.row_faults[5].message == "the process of the reward function ended with status -9"
@@ -103,9 +119,9 @@ def test_one_worker_lives_from_call_to_call_and_is_replaced_when_it_dies():
         first = set(function.score(rows("a", "b")).scores.tolist()) | set(function.score(rows("c")).scores.tolist())
         assert len(first) == 1
         after = function.score(rows("die", "a"))
-        assert after.faults == FaultCounts(crashed=1) and after.scores[1].item() not in first
+        assert after.faults == {FaultKind.CRASHED: 1} and after.scores[1].item() not in first
         function.close()
-        assert function.score(rows("a")).faults.total == 0  # starts afresh
+        assert not function.score(rows("a")).faults  # starts afresh
 
 
 def test_a_worker_that_died_between_calls_costs_no_row():
@@ -114,7 +130,7 @@ def test_a_worker_that_died_between_calls_costs_no_row():
         subprocess.run(["kill", "-9", str(pid)], check=True)
         time.sleep(0.2)
         result = function.score(rows("a"))
-        assert result.faults.total == 0 and result.scores[0] != pid
+        assert not result.faults and result.scores[0] != pid
 
 
 def test_functions_may_use_signals_and_take_keywords():
@@ -144,30 +160,30 @@ def test_a_function_that_does_not_fit_is_refused_at_load(name, message):
 @pytest.mark.parametrize("spec", ["file.py", "file:score", "file.py:", "file.py:not a name", ""])
 def test_the_form_of_the_spec(spec):
     with pytest.raises(ValueError, match="must be file.py:function"):
-        RewardFunction.load(spec, timeout_s=1.0, policy=NOBODY_IS_MINUS_ONE)
+        RewardFunction.load(spec, timeout_s=1.0)
 
 
 def test_files_that_are_missing_or_do_not_import(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"no file {tmp_path}/nothing.py"):
-        RewardFunction.load("nothing.py:score", timeout_s=1.0, policy=NOBODY_IS_MINUS_ONE)
+        RewardFunction.load("nothing.py:score", timeout_s=1.0)
     (tmp_path / "broken.py").write_text("import no_such_library\n")
     with pytest.raises(
         ValueError, match="broken.py does not import: ModuleNotFoundError: No module named 'no_such_lib"
     ):
-        RewardFunction.load("broken.py:score", timeout_s=1.0, policy=NOBODY_IS_MINUS_ONE)
+        RewardFunction.load("broken.py:score", timeout_s=1.0)
     (tmp_path / "quits.py").write_text("import os\nos._exit(3)\n")
     with pytest.raises(ValueError, match="ended with status 3 while loading"):
-        RewardFunction.load("quits.py:score", timeout_s=1.0, policy=NOBODY_IS_MINUS_ONE)
+        RewardFunction.load("quits.py:score", timeout_s=1.0)
     with pytest.raises(ValueError, match="timeout_s is 0"):
         load("score", timeout_s=0.0)
 
 
 SCRIPT = """
 from hybridflow.rewards.function import RewardFunction
-from hybridflow.rewards.records import FaultPolicy, OnFault, RewardRequest
+from hybridflow.rewards.records import RewardRequest
 import os, threading
-function = RewardFunction.load("main.py:score", timeout_s=30.0, policy=FaultPolicy(OnFault.RAISE))
+function = RewardFunction.load("main.py:score", timeout_s=30.0)
 print(int(function.score([RewardRequest("x", "y", "z")]).scores[0]), flush=True)
 threading.Thread(target=function.score, args=([RewardRequest("x", "spin", "z")],), daemon=True).start()
 threading.Event().wait(0.5)
@@ -207,11 +223,11 @@ def test_a_script_without_a_main_guard_works_and_leaves_no_process_behind(tmp_pa
 
 def score_on_a_rank(world):
     with load("score", timeout_s=LIMIT_S) as function:
-        return function.score(rows("yes", "spin", "no")).scores.tolist()
+        return numbers(function.score(rows("yes", "spin", "no")))
 
 
 def test_every_rank_has_its_own_worker():
-    assert run_ranks(2, score_on_a_rank) == [[1.0, -1.0, 0.0]] * 2
+    assert run_ranks(2, score_on_a_rank) == [[1.0, None, 0.0]] * 2
 
 
 def test_the_file_is_not_run_in_the_process_of_the_rank():

@@ -4,7 +4,7 @@ import reasoning_gym
 from hybridflow.rewards.answers import extract_answer
 from hybridflow.rewards.function import ReasoningScoring, RewardFunction
 from hybridflow.rewards.reasoning import score_exact, score_partial
-from hybridflow.rewards.records import FaultCounts, FaultPolicy, OnFault, RewardRequest
+from hybridflow.rewards.records import FaultKind, RewardRequest
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,12 @@ def request(task, text, entry):
 
 def test_exact_scores_in_a_worker():
     entry = entry_of("chain_sum")
-    policy = FaultPolicy(OnFault.RAISE)
-    with RewardFunction.reasoning_gym(ReasoningScoring.EXACT, ["chain_sum"], timeout_s=30.0, policy=policy) as function:
+    with RewardFunction.reasoning_gym(ReasoningScoring.EXACT, ["chain_sum"], timeout_s=30.0) as function:
         texts = [entry["answer"], "no", f"<answer>{entry['answer']}</answer>"]
         assert function.score([request("chain_sum", text, entry) for text in texts]).scores.tolist() == [1.0, 0.0, 1.0]
 
 
 def test_partial_scores_in_a_worker_with_its_extras_and_a_limit():
-    policy = FaultPolicy(OnFault.VALUE, value=-1.0)
     entry = {"question": "", "answer": "2*3 + 4", "metadata": {"numbers": [2, 3, 4], "target": 10}}
     factors = entry_of("prime_factorization")
     rows = [
@@ -85,9 +83,10 @@ def test_partial_scores_in_a_worker_with_its_extras_and_a_limit():
         request("prime_factorization", "x", factors), RewardRequest("countdown", "4", "4"),
     ]  # fmt: skip
     tasks = ["countdown", "prime_factorization"]
-    with RewardFunction.reasoning_gym(ReasoningScoring.PARTIAL, tasks, timeout_s=4.0, policy=policy) as function:
+    with RewardFunction.reasoning_gym(ReasoningScoring.PARTIAL, tasks, timeout_s=4.0) as function:
         result = function.score(rows)
-    assert result.scores[[0, 2, 3]].tolist() == [1.0, 0.0, -1.0]
+    assert result.scores[[0, 2]].tolist() == [1.0, 0.0]
     assert result.extras[2] == {"malformed": 1.0}
-    assert result.faults == FaultCounts(timed_out=1, raised=1)
+    kinds = [fault.kind if fault else None for fault in result.row_faults]
+    assert kinds == [None, FaultKind.TIMED_OUT, None, FaultKind.RAISED]
     assert "'entry'" in result.row_faults[3].message
