@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.ragged import check_lengths, discounted_suffix_sum, next_in_row, row_of_token
+from hybridflow.algorithms.ragged import check_lengths, discounted_suffix_sum, next_in_row
 
 
 def gae(
-    rewards: Tensor, values: Tensor, lengths: tuple[int, ...], *, gamma: float, lam: float, mask: Tensor | None = None
+    rewards: Tensor, values: Tensor, lengths: tuple[int, ...], *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 11-16) on packed rows.
 
@@ -24,9 +24,6 @@ def gae(
         rewards, values: `[tokens]`, rows packed one after another.
         lengths: tokens of each row; 0 is allowed.
         gamma, lam: discount and trace decay, each in [0, 1].
-        mask: `[tokens]` non-zero where a token is an action of the policy, None when all are. Other tokens are no
-            steps: the recurrence runs over the actions of the row as if they were adjacent, a reward on such a token
-            is ignored, and it gets advantage 0 and return = its value.
 
     Returns:
         (advantages, returns), both `[tokens]`, with returns = advantages + values.
@@ -39,22 +36,8 @@ def gae(
     for name, factor in (("gamma", gamma), ("lam", lam)):
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"{name} is {factor}; a discount lies in [0, 1], for example 1.0")
-    if mask is not None:
-        return _gae_of_actions(rewards, values, lengths, gamma, lam, mask)
     deltas = rewards + gamma * next_in_row(values, lengths) - values
     advantages = discounted_suffix_sum(deltas, lengths, gamma * lam)
-    return advantages, advantages + values
-
-
-def _gae_of_actions(
-    rewards: Tensor, values: Tensor, lengths: tuple[int, ...], gamma: float, lam: float, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    check_lengths(mask, lengths, "mask")
-    actions = torch.nonzero(mask).squeeze(1)
-    per_row = torch.bincount(row_of_token(lengths, mask.device)[actions], minlength=len(lengths))
-    kept, _ = gae(rewards[actions], values[actions], tuple(per_row.tolist()), gamma=gamma, lam=lam)
-    advantages = torch.zeros_like(values)
-    advantages[actions] = kept
     return advantages, advantages + values
 
 

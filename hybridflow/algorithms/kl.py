@@ -30,14 +30,6 @@ class KlEstimator(Enum):
     K3 = "k3"
 
 
-class KlPlacement(Enum):
-    """Where the divergence is charged: nowhere, subtracted from each token's reward, or added to the loss."""
-
-    NONE = "none"
-    REWARD = "reward"
-    LOSS = "loss"
-
-
 def bounded_log_ratio(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
     """log_probs - other_log_probs `[tokens]`, held within +-LOG_RATIO_BOUND (gradient 0 outside)."""
     return (log_probs - other_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -7,6 +7,7 @@ happens to see.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -136,15 +137,15 @@ def value_loss(values: Tensor, columns: TokenColumns, value_clip: float | None) 
 def kl_loss(log_probs: Tensor, columns: TokenColumns, estimator: KlEstimator) -> tuple[Tensor, Sums]:
     """The divergence from the reference as a loss, before its coefficient (GRPO, arXiv:2402.03300, eq. 3-4, with k3).
 
-    `columns` has weight and ref_log_probs. Returns (loss scalar in nats, sums): kl_loss, and kl (mean of k1: unbiased
-    for tokens that the policy itself sampled, and the same metric for every estimator).
+    `columns` has weight and ref_log_probs. Returns (loss scalar in nats, sums): kl_loss, and kl (mean over tokens).
     """
     weight, reference = _given(columns.weight, "weight"), _given(columns.ref_log_probs, "ref_log_probs")
-    loss = (weight * kl(log_probs, reference, estimator)).sum()
+    divergence = kl(log_probs, reference, estimator)
+    loss = (weight * divergence).sum()
     return loss, {
         WEIGHT: _sum(weight, torch.ones_like(weight)),
         "kl_loss": loss.detach().double(),
-        "kl": _sum(weight, kl(log_probs, reference, KlEstimator.K1)),
+        "kl": _sum(weight, divergence),
     }
 
 
@@ -174,11 +175,11 @@ def supervised_loss(log_probs: Tensor, columns: TokenColumns) -> tuple[Tensor, S
     }
 
 
-def finish_metrics(sums: Sums) -> dict[str, float]:
+def finish_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Readable metrics from the sums of a whole optimizer batch (micro-batches and data-parallel ranks added up).
 
     Parts of the loss stay as they are; averages are divided by the sum of the weights (0 where nothing was trained);
-    explained_variance = 1 - Var(return - value) / Var(return), NaN where the return does not vary.
+    explained_variance = 1 - Var(return - value) / Var(return), absent where the return does not vary.
     """
     totals = {name: float(value) for name, value in sums.items()}
     weight = totals.pop(WEIGHT)
@@ -187,16 +188,11 @@ def finish_metrics(sums: Sums) -> dict[str, float]:
     if "residual" in totals:
         for name in _MOMENTS:
             finished.pop(name)
-        finished["explained_variance"] = _explained_variance(average)
+        of_returns = average["return_squared"] - average["return"] ** 2
+        of_residuals = average["residual_squared"] - average["residual"] ** 2
+        if of_returns > 1e-12 * average["return_squared"]:  # the difference of two equal sums is rounding, not variance
+            finished["explained_variance"] = 1.0 - of_residuals / of_returns
     return finished
-
-
-def _explained_variance(average: dict[str, float]) -> float:
-    of_returns = average["return_squared"] - average["return"] ** 2
-    of_residuals = average["residual_squared"] - average["residual"] ** 2
-    # The difference of two equal sums is rounding, not variance.
-    varies = of_returns > 1e-12 * average["return_squared"]
-    return 1.0 - of_residuals / of_returns if varies else float("nan")
 
 
 def _sum(weight: Tensor, x: Tensor) -> Tensor:

@@ -36,15 +36,6 @@ class GlobalCounts:
     tokens: int
     sequences: int
 
-    def __add__(self, other: GlobalCounts) -> GlobalCounts:
-        return GlobalCounts(self.tokens + other.tokens, self.sequences + other.sequences)
-
-
-def count(mask: Tensor, lengths: tuple[int, ...]) -> GlobalCounts:
-    """The counts of these rows: mask `[tokens]`, non-zero where a token is trained. Add up over ranks before use."""
-    trained = row_sums((mask != 0).double(), lengths)
-    return GlobalCounts(tokens=int(trained.sum()), sequences=int((trained > 0).sum()))
-
 
 def loss_weights(
     reduction: LossReduction,

@@ -79,7 +79,7 @@ _CRITIC = (
     MetricInfo("critic/value_mean", "return", "Value predicted before the update.", _TOKENS),
     MetricInfo("critic/return_mean", "return", "Return that the critic is trained towards.", _TOKENS),
     MetricInfo("critic/explained_variance", "fraction", "1 - var(return - value) / var(return). 1 is perfect, 0 is no "
-               "better than the mean return, NaN where the return does not vary.", _TOKENS),
+               "better than the mean return. Absent where the return does not vary.", _TOKENS),
     MetricInfo("critic/value_error", "return squared", "Squared error of the values, before the coefficient.", _TOKENS),
     MetricInfo("critic/grad_norm", "norm", "Global L2 norm of the critic's gradient, before clipping.", _UPDATES),
     MetricInfo("critic/lr", "1", "The critic's learning rate at the last optimizer step.", "-"),

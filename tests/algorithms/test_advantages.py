@@ -40,20 +40,6 @@ def test_gae_is_the_same_for_every_cut_into_batches_of_rows():
     torch.testing.assert_close(whole, apart, rtol=0, atol=1e-12)
 
 
-def test_gae_skips_tokens_that_are_no_actions():
-    rewards, values = randn(sum(LENGTHS), 1), randn(sum(LENGTHS), 2)
-    mask = (randn(sum(LENGTHS), 3) > 0).double()
-    mask[:5] = 0  # a row without any action
-    poisoned = torch.where(mask != 0, rewards, float("nan"))
-    advantages, returns = gae(poisoned, values, LENGTHS, gamma=0.99, lam=0.95, mask=mask)
-    for a, r, v, m in zip(*(dense.rows(x, LENGTHS) for x in (advantages, rewards, values, mask)), strict=True):
-        np.testing.assert_allclose(a[m != 0], dense.gae_row(r[m != 0], v[m != 0], 0.99, 0.95), rtol=0, atol=1e-9)
-        assert (a[m == 0] == 0).all()
-    assert returns[mask == 0].tolist() == values[mask == 0].tolist()
-    everything, _ = gae(rewards, values, LENGTHS, gamma=0.99, lam=0.95, mask=torch.ones_like(mask))
-    torch.testing.assert_close(everything, gae(rewards, values, LENGTHS, gamma=0.99, lam=0.95)[0])
-
-
 def test_gae_refuses_what_cannot_be():
     with pytest.raises(ValueError, match="gamma is 1.1"):
         gae(torch.zeros(2), torch.zeros(2), (2,), gamma=1.1, lam=1.0)

@@ -132,9 +132,15 @@ def test_values_at_the_old_ones_are_not_clipped():
     assert finish_metrics(sums)["value_clip_fraction"] == 0.0
 
 
-def test_explained_variance_of_constant_returns_is_nan():
+def test_constant_returns_have_no_explained_variance():
     columns = TokenColumns(weight=torch.ones(3) / 3, returns=torch.full((3,), 0.1))
-    assert np.isnan(finish_metrics(value_loss_of(torch.zeros(3), columns, None)[1])["explained_variance"])
+    metrics = finish_metrics(value_loss_of(torch.zeros(3), columns, None)[1])
+    assert "explained_variance" not in metrics and metrics["return"] == pytest.approx(0.1)
+
+
+def test_sums_may_be_numbers_and_are_divided_by_the_weight_where_they_are_averages():
+    sums = {"weight": 2.0, "nll": torch.tensor(3.0), "supervised_loss": 3.0}
+    assert finish_metrics(sums) == {"nll": 1.5, "supervised_loss": 3.0}
 
 
 @pytest.mark.parametrize("estimator", KlEstimator)
@@ -142,9 +148,11 @@ def test_kl_entropy_and_supervised_losses(estimator):
     log_probs, reference, w = randn(8) - 3, randn(9) - 3, weights()
     columns = TokenColumns(weight=w, ref_log_probs=reference)
     loss, sums = kl_loss(log_probs, columns, estimator)
-    expected = (w.numpy() * dense.kl(log_probs.numpy(), reference.numpy(), estimator.value)).sum()
-    assert loss.item() == pytest.approx(expected, abs=1e-9)
-    assert finish_metrics(sums)["kl"] == pytest.approx(np.average((log_probs - reference).numpy(), weights=w), abs=1e-9)
+    of_tokens = dense.kl(log_probs.numpy(), reference.numpy(), estimator.value)
+    assert loss.item() == pytest.approx((w.numpy() * of_tokens).sum(), abs=1e-9)
+    metrics = finish_metrics(sums)
+    assert metrics["kl_loss"] == pytest.approx(loss.item(), abs=1e-12)
+    assert metrics["kl"] == pytest.approx(np.average(of_tokens, weights=w), abs=1e-9)
     entropy = randn(10).abs()
     assert entropy_bonus(entropy, columns)[0].item() == pytest.approx(-(w * entropy).sum().item(), abs=1e-9)
     loss, sums = supervised_loss(log_probs, columns)
