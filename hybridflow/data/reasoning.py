@@ -13,13 +13,19 @@ short template over the metadata, as in "Make {metadata[target]} from {metadata[
 import difflib
 import hashlib
 import random
+from collections.abc import Container
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 from hybridflow.data.records import DataSplit, PromptRecord
 
+# One prompt text in this many is held out.
+HELD_OUT_ONE_IN = 8
 # Rounds of drawing after which a task is taken to have too few distinct items.
 DRAW_ROUNDS = 8
+# The smallest round: a share of few records of a task with few items must meet them.
+LEAST_DRAWS = 32
 # Items made twice to see whether a task repeats itself (list_functions does not).
 PROBE_ITEMS = 4
 
@@ -39,30 +45,41 @@ class TaskSpec:
 
 
 def build_reasoning_mix(
-    tasks: tuple[TaskSpec, ...], size: int, test_size: int, seed: int, template: str | None = None
+    tasks: tuple[TaskSpec, ...],
+    size: int,
+    test_size: int,
+    seed: int,
+    template: str | None = None,
+    test_tasks: tuple[TaskSpec, ...] = (),
 ) -> DataSplit:
-    """`size` training and `test_size` test records drawn from `tasks` by weight, shuffled; a function of its arguments.
+    """`size` training records of `tasks` and `test_size` test records of `test_tasks` (none: of `tasks`), drawn by
+    weight and shuffled; a function of its arguments.
 
-    Test prompts are distinct and none is a training prompt. Training prompts repeat as often as the task's generator
-    repeats itself. `template` is a format string over question and metadata (None: the question alone).
+    Which prompts are held out depends on their text alone (`is_held_out`), so that no two mixes share a prompt between
+    the training of one and the tests of the other, whatever their tasks, weights, sizes and seeds. Test prompts are
+    distinct; training prompts repeat as often as the task's generator repeats itself. `template` is a format string
+    over question and metadata (None: the question alone).
     Raises ValueError for an unknown task (with the nearest names), a setting or a template that the task does not
-    take, or a task with too few distinct items for its share of the test records.
+    take, or a task with too few distinct items for its share.
     """
-    _check_mix(tasks, size, test_size)
-    for task in tasks:
+    _check_mix((*tasks, *test_tasks), size, test_size)
+    for task in (*tasks, *test_tasks):
         _check_task(task)  # before the first, perhaps slow, task is drawn
-    sources = [
-        _TaskSource(task, f"{seed} {position} {task.name}", task.template or template or "{question}")
-        for position, task in enumerate(tasks)
-    ]
-    counts = list(zip(sources, _apportion(tasks, size), _apportion(tasks, test_size), strict=True))
+    shares = list(zip(tasks, _apportion(tasks, size), [0] * len(tasks) if test_tasks else _apportion(tasks, test_size)))
+    shares += [(task, 0, count) for task, count in zip(test_tasks, _apportion(test_tasks, test_size))]
+    train: list[PromptRecord] = []
     test: dict[str, PromptRecord] = {}
-    for source, num_train, num_test in counts:
-        source.draw(num_train + num_test)
-        test.update(_hold_out(source, num_test, test))
-    # Only now: a task listed twice with two configs can draw the other one's held-out prompts.
-    train = [record for source, num_train, _ in counts for record in _training_records(source, num_train, test)]
+    for position, (task, num_train, num_test) in enumerate(shares):
+        source = _TaskSource(task, f"{seed} {position} {task.name}", task.template or template or "{question}")
+        share = source.share(num_train, num_test, test.keys())
+        train += share.train
+        test |= {record.prompt: record for record in share.test}
     return DataSplit(_shuffled(train, f"{seed} train"), _shuffled(list(test.values()), f"{seed} test"))
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a prompt is for tests only: a fixed eighth of all texts, by their hash."""
+    return _number(text) % HELD_OUT_ONE_IN == 0
 
 
 class _TaskSource:
@@ -75,8 +92,29 @@ class _TaskSource:
         self.num_rounds = 0
         self.drawn: list[PromptRecord] = []
 
-    def draw(self, count: int) -> None:
-        """Add up to `count` records to `drawn` (entries without an answer are skipped)."""
+    def share(self, num_train: int, num_test: int, taken: Container[str]) -> DataSplit:
+        """The first `num_train` records that are not held out, and the first `num_test` distinct ones that are and
+        are not `taken`; draws on until there are so many.
+        """
+        while True:
+            train = [record for record in self.drawn if not is_held_out(record.prompt)]
+            held_out = {record.prompt: record for record in reversed(self.drawn) if is_held_out(record.prompt)}
+            test = [record for text, record in reversed(held_out.items()) if text not in taken]
+            missing_train, missing_test = max(0, num_train - len(train)), max(0, num_test - len(test))
+            if not missing_train and not missing_test:
+                return DataSplit(tuple(train[:num_train]), tuple(test[:num_test]))
+            if self.num_rounds == DRAW_ROUNDS:
+                raise ValueError(
+                    f"task {self.task.name!r}: {len(self.drawn)} draws gave {len(train)} of the {num_train} training "
+                    f"records and {len(test)} of the {num_test} distinct test records that are its share (one text in "
+                    f"{HELD_OUT_ONE_IN} is held out); lower data.test_size or make the task's config wider"
+                )
+            # A little more than what is missing on average; later rounds also repeat what was drawn before.
+            self._draw(2 * missing_train if self.num_rounds else ceil(1.2 * missing_train), missing_test)
+
+    def _draw(self, num_train: int, num_test: int) -> None:
+        """Add records to `drawn` (entries without an answer are skipped)."""
+        count = max(num_train, 2 * HELD_OUT_ONE_IN * num_test, LEAST_DRAWS)
         dataset = _create_dataset(self.task, count, _number(f"{self.key} {self.num_rounds}") % 2**31)
         entries = (dataset[i] for i in range(count))
         self.drawn += [self._record(entry, i) for i, entry in enumerate(entries) if entry["answer"]]
@@ -92,37 +130,6 @@ class _TaskSource:
             ) from error
         origin = f"{self.task.name} round {self.num_rounds} item {index}"
         return PromptRecord(self.task.name, prompt, entry["answer"], {}, origin, entry)
-
-
-def _hold_out(source: _TaskSource, count: int, taken: dict[str, PromptRecord]) -> dict[str, PromptRecord]:
-    """`count` distinct prompts with the smallest hashes, at most half of all; draws on until there are so many."""
-    while True:
-        distinct = {record.prompt: record for record in reversed(source.drawn)}
-        free = sorted((text for text in distinct if text not in taken), key=lambda text: _number(source.key + text))
-        if count <= min(len(free), len(distinct) // 2):
-            return {text: distinct[text] for text in free[:count]}
-        if source.num_rounds == DRAW_ROUNDS:
-            raise ValueError(
-                f"task {source.task.name!r}: {len(source.drawn)} draws have {len(distinct)} distinct prompts, and at "
-                f"most half may be held out, but {count} test records are its share; lower data.test_size or make the "
-                "task's config wider"
-            )
-        # Twice as many: what comes next repeats prompts that were drawn before.
-        source.draw(2 * count)
-
-
-def _training_records(source: _TaskSource, count: int, held_out: dict[str, PromptRecord]) -> list[PromptRecord]:
-    """The first `count` records whose prompts are not held out; draws on until there are so many."""
-    while True:
-        train = [record for record in source.drawn if record.prompt not in held_out]
-        if len(train) >= count:
-            return train[:count]
-        if source.num_rounds >= 2 * DRAW_ROUNDS:
-            raise ValueError(
-                f"task {source.task.name!r}: only {len(train)} of {len(source.drawn)} draws are free for training, but "
-                f"{count} records are its share; lower data.test_size or make the task's config wider"
-            )
-        source.draw(2 * (count - len(train)))
 
 
 def _create_dataset(task: TaskSpec, size: int, seed: int) -> Any:

@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 
-from hybridflow.data.reasoning import TaskSpec, build_reasoning_mix
+from hybridflow.data.reasoning import TaskSpec, build_reasoning_mix, is_held_out
 
 SMALL_SUMS = TaskSpec("chain_sum", 2.0, {"max_terms": 2, "max_digits": 1})  # 200 distinct items
+HELD_OUT_TEXTS = ["What is 0 + 3?", "What is 0 + 10?", "What is 0 + 15?", "What is 0 + 17?"]
 BITS = TaskSpec("count_bits", 1.0, {"max_n": 300})
 
 
@@ -17,9 +18,9 @@ def prompts(records):
 
 
 def test_sizes_weights_and_what_a_scorer_needs():
-    split = build_reasoning_mix((SMALL_SUMS, BITS), 301, 31, seed=3)
+    split = build_reasoning_mix((SMALL_SUMS, BITS), 301, 22, seed=3)
     assert Counter(record.data_source for record in split.train) == {"chain_sum": 201, "count_bits": 100}
-    assert Counter(record.data_source for record in split.test) == {"chain_sum": 21, "count_bits": 10}
+    assert Counter(record.data_source for record in split.test) == {"chain_sum": 15, "count_bits": 7}
     for record in split.train + split.test:
         assert record.prompt == record.entry["question"] and record.ground_truth == record.entry["answer"]
     import reasoning_gym
@@ -34,17 +35,39 @@ def test_tasks_are_mixed_not_one_after_the_other():
 
 
 def test_no_test_prompt_is_trained_on_even_with_few_distinct_items():
-    split = build_reasoning_mix((SMALL_SUMS,), 2000, 80, seed=0)
-    assert len(split.train) == 2000 and len(set(prompts(split.test))) == 80
+    split = build_reasoning_mix((SMALL_SUMS,), 2000, 15, seed=0)
+    assert len(split.train) == 2000 and len(set(prompts(split.test))) == 15
     assert not set(prompts(split.train)) & set(prompts(split.test))
-    assert len(set(prompts(split.train))) < 125  # it does repeat: the split must be by text
+    assert len(set(prompts(split.train))) < 200  # it does repeat: the split must be by text
 
 
-def test_one_task_under_two_configs_does_not_leak():
+def test_no_mix_trains_on_what_another_mix_tests():
     wider = TaskSpec("chain_sum", 1.0, {"max_terms": 3, "max_digits": 1})
-    split = build_reasoning_mix((SMALL_SUMS, wider), 1000, 90, seed=0)
-    assert (len(split.train), len(set(prompts(split.test)))) == (1000, 90)
-    assert not set(prompts(split.train)) & set(prompts(split.test))
+    splits = [build_reasoning_mix(tasks, size, 12, seed)
+              for tasks, size, seed in (((SMALL_SUMS,), 900, 0), ((wider, SMALL_SUMS), 700, 0), ((BITS, wider), 99, 7))]
+    trained, tested = ({text for split in splits for text in prompts(part(split))}
+                       for part in (lambda split: split.train, lambda split: split.test))
+    assert not trained & tested and len(tested) > 20
+    assert all(map(is_held_out, tested)) and not any(map(is_held_out, trained))
+
+
+def test_an_eighth_is_held_out_for_ever():
+    texts = [f"What is {a} + {b}?" for a in range(100) for b in range(100)]
+    assert 0.115 < sum(map(is_held_out, texts)) / len(texts) < 0.135
+    assert [text for text in texts[:20] if is_held_out(text)] == HELD_OUT_TEXTS
+
+
+def test_tests_may_be_of_other_tasks():
+    split = build_reasoning_mix((SMALL_SUMS,), 100, 10, seed=0, test_tasks=(BITS,))
+    assert {record.data_source for record in split.train} == {"chain_sum"} and len(split.train) == 100
+    assert {record.data_source for record in split.test} == {"count_bits"} and len(split.test) == 10
+    assert build_reasoning_mix((SMALL_SUMS,), 100, 0, seed=0, test_tasks=(BITS,)).test == ()
+
+
+def test_a_small_share_of_a_mix_is_drawn_too():
+    rare = TaskSpec("count_bits", 0.01, {"max_n": 300})
+    split = build_reasoning_mix((SMALL_SUMS, rare), 400, 0, seed=0)
+    assert Counter(record.data_source for record in split.train) == {"chain_sum": 398, "count_bits": 2}
 
 
 def test_the_seed_decides_everything():
@@ -76,7 +99,7 @@ def test_templates_shorten_prompts():
         (TaskSpec("chain_sum", weight=float("nan")), "weight is nan"),
         (TaskSpec("chain_sum", template="{metadata[x]}"), "may use .*expression"),
         (TaskSpec("chain_sum", template="{qestion}"), "may use {question}"),
-        (TaskSpec("count_bits", config={"max_n": 20}), "20 distinct prompts.*lower data.test_size"),
+        (TaskSpec("count_bits", config={"max_n": 20}), "of the 30 distinct test records.*lower data.test_size"),
     ],
 )
 def test_faults_are_named(task, message):
