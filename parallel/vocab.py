@@ -134,25 +134,44 @@ class _TokenLogProbs(torch.autograd.Function):
         log_normaliser = top + log_total
         ctx.save_for_backward(hidden, weight, row, mine, log_normaliser, entropy)
         ctx.tp, ctx.temperature = tp, temperature
+        ctx.set_materialize_grads(False)  # an entropy that is only logged must not cost its gradient
         return target - log_normaliser, entropy if with_entropy else None
 
     @staticmethod
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, row, mine, log_normaliser, entropy = ctx.saved_tensors
         x, w = _operand(hidden), _operand(weight)
         grad_x = torch.empty(hidden.shape, dtype=log_normaliser.dtype, device=hidden.device)
         grad_w = torch.zeros(weight.shape, dtype=log_normaliser.dtype, device=weight.device)
         for rows in _row_slices(hidden.shape[0], weight.shape[0]):
             log_p = _matmul(x[rows], w.T).div_(ctx.temperature).sub_(log_normaliser[rows, None])
-            p = log_p.exp()
-            grad = -grad_log_prob[rows, None] * p  # d log p_target / d logits = onehot - p
-            if grad_entropy is not None:  # d entropy / d logits = -p (log p + entropy)
-                grad -= grad_entropy[rows, None] * p * (log_p + entropy[rows, None])
-            grad.scatter_add_(1, row[rows, None], (grad_log_prob[rows] * mine[rows])[:, None])
+            grad = _logit_grad(log_p, row[rows], mine[rows], entropy[rows],
+                               None if grad_log_prob is None else grad_log_prob[rows],
+                               None if grad_entropy is None else grad_entropy[rows])
             grad = grad.div_(ctx.temperature).to(x.dtype)
             grad_x[rows] = _matmul(grad, w)
             grad_w += _matmul(grad.T, x[rows])
         return all_reduce(grad_x.to(hidden.dtype), ctx.tp), grad_w.to(weight.dtype), None, None, None, None, None
+
+
+def _logit_grad(
+    log_p: Tensor, row: Tensor, mine: Tensor, entropy: Tensor, grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient `[rows, vocab/tp]` of the scaled logits, from `log_p` of that shape (overwritten) and columns `[rows]`.
+
+    d log p_target = onehot - p and d entropy = -p (log p + entropy); None is a gradient of zero.
+    """
+    if grad_entropy is None:
+        factor = grad_log_prob[:, None]
+    else:
+        factor = (log_p + entropy[:, None]).mul_(grad_entropy[:, None])
+        if grad_log_prob is not None:
+            factor += grad_log_prob[:, None]
+    grad = log_p.exp_().mul_(factor).neg_()
+    if grad_log_prob is not None:
+        grad.scatter_add_(1, row[:, None], (grad_log_prob * mine)[:, None])
+    return grad
 
 
 def _local_statistics(

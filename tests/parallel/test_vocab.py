@@ -118,6 +118,24 @@ def test_four_ranks() -> None:
     run_ranks(4, all_cases)
 
 
+@pytest.mark.parametrize("used", [0, 1], ids=["log-probs", "entropy"])
+def test_an_output_that_no_loss_uses_costs_and_adds_no_gradient(used: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    logit_grad = vocab._logit_grad
+    monkeypatch.setattr(vocab, "_logit_grad", lambda *args: seen.append(args[-2:]) or logit_grad(*args))
+    hidden, weight, targets, factors = inputs()
+    grads = []
+    for scale in (0.0, None):  # the other output with weight zero, and not at all
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        outputs = token_log_probs(x, w, targets, group_of(World.single(CPU)), VOCAB, TEMPERATURE, with_entropy=True)
+        loss = (outputs[used] * factors[used]).sum()
+        (loss if scale is None else loss + scale * outputs[1 - used].sum()).backward()
+        grads.append((x.grad, w.grad))
+    close(grads[0][0], grads[1][0])
+    close(grads[0][1], grads[1][1])
+    assert seen[0][1 - used] is not None and seen[1][1 - used] is None
+
+
 def test_worked_example_with_temperature() -> None:
     tp = group_of(World.single(CPU))
     hidden, weight = torch.ones(1, 1), torch.tensor([[2.0], [1.0], [0.0]])
