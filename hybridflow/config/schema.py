@@ -210,14 +210,16 @@ class DataConfig:
     """reasoning_gym (procedural, no files) | jsonl | parquet."""
     tasks: list[TaskConfig] = field(default_factory=lambda: [TaskConfig()])
     """The mix of reasoning-gym tasks (reasoning_gym only)."""
+    test_tasks: list[TaskConfig] = field(default_factory=list)
+    """Tasks of the held-out prompts (reasoning_gym only). Empty: those of data.tasks."""
     train_files: list[str] = field(default_factory=list)
     """Files of training prompts (jsonl, parquet)."""
     test_files: list[str] = field(default_factory=list)
     """Files of held-out prompts (jsonl, parquet). Empty: no evaluation."""
     size: int = 4096
-    """Different training prompts that are made (reasoning_gym only)."""
+    """Training prompts that are made (reasoning_gym only)."""
     test_size: int = 256
-    """Different held-out prompts that are made; none of them is a training prompt (reasoning_gym only)."""
+    """Different held-out prompts that are made (reasoning_gym only); a fixed eighth of all texts is never trained."""
     prompts_per_step: int = 64
     """Prompts of one step; times generation.samples_per_prompt are its rollouts."""
     max_prompt_length: int = 256

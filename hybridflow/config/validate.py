@@ -184,9 +184,10 @@ def _data(config: Config, command: Command) -> Iterator[Fault]:
     if data.source is DataSource.REASONING_GYM:
         if not data.tasks:
             yield Fault("data.tasks", [], "no task is named", "choose e.g. [{name: chain_sum}]")
-        for i, task in enumerate(data.tasks):
-            if task.weight <= 0:
-                yield Fault(f"data.tasks[{i}].weight", task.weight, "must be above 0", "choose e.g. 1.0")
+        for key, tasks in (("data.tasks", data.tasks), ("data.test_tasks", data.test_tasks)):
+            for i, task in enumerate(tasks):
+                if task.weight <= 0:
+                    yield Fault(f"{key}[{i}].weight", task.weight, "must be above 0", "choose e.g. 1.0")
         if config.evaluation.every_steps is not None and config.evaluation.prompts > data.test_size:
             yield Fault("evaluation.prompts", config.evaluation.prompts,
                         f"only data.test_size {data.test_size} prompts are held out",

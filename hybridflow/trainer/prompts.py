@@ -5,7 +5,7 @@ Owns turning the block into records and loaders. Every rank makes the same ones;
 
 from __future__ import annotations
 
-from hybridflow.config.schema import Config
+from hybridflow.config.schema import Config, TaskConfig
 from hybridflow.config.words import DataSource
 from hybridflow.data.loader import PromptLoader, TokenisedPrompt, tokenise_prompts
 from hybridflow.data.readers import FileFormat, read_prompt_files
@@ -35,11 +35,15 @@ def read_records(config: Config, world: World) -> DataSplit:
 def _read(config: Config) -> DataSplit:
     data = config.data
     if data.source is DataSource.REASONING_GYM:
-        tasks = tuple(TaskSpec(task.name, task.weight, dict(task.config), task.template) for task in data.tasks)
-        return build_reasoning_mix(tasks, data.size, data.test_size, config.train.seed, data.prompt_template)
+        return build_reasoning_mix(_specs(data.tasks), data.size, data.test_size, config.train.seed,
+                                   data.prompt_template, _specs(data.test_tasks))
     file_format = FileFormat(data.source.value)
     test = read_prompt_files(data.test_files, file_format) if data.test_files else ()
     return DataSplit(read_prompt_files(data.train_files, file_format), test)
+
+
+def _specs(tasks: list[TaskConfig]) -> tuple[TaskSpec, ...]:
+    return tuple(TaskSpec(task.name, task.weight, dict(task.config), task.template) for task in tasks)
 
 
 def training_prompts(config: Config, records: DataSplit, tokenizer: Tokenizer, vocab_size: int) -> PromptLoader:

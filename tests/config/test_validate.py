@@ -84,6 +84,7 @@ def test_models():
     ("generation.temperature=0", "generation.temperature"),
     ("data.tasks=[]", "data.tasks"),
     ("data.tasks=[{weight: 0}]", "data.tasks[0].weight"),
+    ("data.test_tasks=[{name: gcd}, {weight: -1}]", "data.test_tasks[1].weight"),
     ("evaluation.prompts=257", "evaluation.prompts"),
     ("logging.trace_step=101", "logging.trace_step"),
     ("logging.dir=''", "logging.dir"),
@@ -150,7 +151,8 @@ SET = {
     "algorithm.constant_length": "algorithm.constant_length=5",
     "model.reward_model.layout": "model.reward_model.layout.tp=1", "reward": "reward.timeout_s=3",
     "reward.reasoning_gym": "reward.reasoning_gym=partial", "data.train_files": "data.train_files=[a]",
-    "data.test_files": "data.test_files=[a]", "data.tasks": "data.tasks=[{name: gcd}]", "data.size": "data.size=9999",
+    "data.test_files": "data.test_files=[a]", "data.tasks": "data.tasks=[{name: gcd}]",
+    "data.test_tasks": "data.test_tasks=[{name: gcd}]", "data.size": "data.size=9999",
     "data.test_size": "data.test_size=999", "data.prompt_template": "data.prompt_template='{question}'",
     "train.optimizer.min_lr": "train.optimizer.min_lr=1", "train.critic_optimizer.min_lr":
     "train.critic_optimizer.min_lr=1",
