@@ -30,7 +30,8 @@ BOUNDS = (
     Bound(
         ("train.total_steps", "train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
          "train.epochs_per_rollout", "train.forward_micro_batch_size", "generation.samples_per_prompt",
-         "generation.max_new_tokens", "generation.reshard_bucket_mb", "algorithm.constant_length", "data.size",
+         "generation.max_new_tokens", "generation.max_rows", "generation.kv_cache_mb",
+         "generation.reshard_bucket_mb", "algorithm.constant_length", "data.size",
          "data.prompts_per_step", "data.max_prompt_length", "evaluation.every_steps", "evaluation.prompts",
          "checkpoint.export_every_steps", "sft.steps", "logging.trace_step"),
         lambda n: n >= 1, "must be at least 1", "choose 1 or more",
@@ -49,7 +50,7 @@ BOUNDS = (
     ),
     Bound(
         ("train.optimizer.clip_grad_norm", "train.critic_optimizer.clip_grad_norm", "algorithm.value_clip",
-         "algorithm.kl.target", "reward.timeout_s", "algorithm.clip.high"),
+         "algorithm.kl.target", "reward.timeout_s", "train.timeout_s", "algorithm.clip.high"),
         lambda x: 0 < x < float("inf"), "must be a finite number above 0", "choose a number above 0",
     ),
     Bound(("algorithm.clip.low",), lambda x: 0 < x < 1, "must lie between 0 and 1", "choose e.g. 0.2"),
@@ -60,6 +61,7 @@ BOUNDS = (
           lambda b: len(b) == 2 and all(0 <= x < 1 for x in b), "must be two numbers in [0, 1)", "choose [0.9, 0.95]"),
     Bound(("train.zero_stage",), lambda n: n in (0, 1),
           "weights and gradients are split by tensor and pipeline parallelism here, not by ZeRO", "choose 0 or 1"),
+    Bound(("sft.stop_at_accuracy",), lambda x: 0 < x <= 1, "is no accuracy that can be reached", "choose e.g. 0.5"),
     Bound(("sft.tokenizer_vocab_size",), lambda n: n >= 16, "is too small for a vocabulary", "choose e.g. 256"),
 )
 

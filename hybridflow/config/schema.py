@@ -100,6 +100,8 @@ class TrainConfig:
     """The actor's optimizer."""
     critic_optimizer: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
     """Where the critic's optimizer differs."""
+    timeout_s: float = 600.0
+    """Longest wait for another rank, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,10 @@ class GenerationConfig:
     """Sample from the likeliest tokens that hold this probability. 1: all."""
     stop: list[int | str] = field(default_factory=list)
     """Token ids, or strings that are one token, which end a response. The end-of-text token always does."""
+    max_rows: int | None = None
+    """Responses that one replica decodes at once. Memory and speed only. null: 256."""
+    kv_cache_mb: int = 4096
+    """Largest key/value cache of one rank, in MiB; fewer responses are decoded at once where it would not do."""
     reshard_bucket_mb: int = 64
     """Largest piece in flight while weights move to the generation layout, in MiB."""
 
@@ -288,6 +294,8 @@ class SftConfig:
 
     steps: int = 100
     """Optimizer steps."""
+    stop_at_accuracy: float | None = None
+    """Stop at the first evaluation whose held-out accuracy reaches this. null: do all steps."""
     tokenizer_vocab_size: int | None = None
     """Train a sentencepiece tokenizer of this size on the data if the file model.tokenizer is missing. null: never."""
 

@@ -40,7 +40,9 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
     if not faults:  # the batch numbers below divide by these
         faults += _batches(config, world_size, command)
     if command in (Command.TRAIN, Command.API):
-        faults += [*_algorithm(config), *idle_keys(config), *_schedule(config)]
+        faults += [*_algorithm(config), *idle_keys(config)]
+    if command is not Command.EXPORT and command is not Command.GENERATE:
+        faults += _schedule(config, command)
     if command is not Command.API and command is not Command.EXPORT:
         faults += _data(config, command)
     return faults
@@ -170,11 +172,14 @@ def _algorithm(config: Config) -> Iterator[Fault]:
                     "choose e.g. 0.01")
 
 
-def _schedule(config: Config) -> Iterator[Fault]:
-    step = config.logging.trace_step
-    if step is not None and step > config.train.total_steps:
-        yield Fault("logging.trace_step", step, f"the run has only steps 1 to {config.train.total_steps}",
-                    "choose one of these, or null")
+def _schedule(config: Config, command: Command) -> Iterator[Fault]:
+    step, accuracy = config.logging.trace_step, config.sft.stop_at_accuracy
+    steps = config.sft.steps if command is Command.SFT else config.train.total_steps
+    if step is not None and step > steps:
+        yield Fault("logging.trace_step", step, f"the run has only steps 1 to {steps}", "choose one of these, or null")
+    if accuracy is not None and config.evaluation.every_steps is None:
+        yield Fault("sft.stop_at_accuracy", accuracy, "the accuracy is never measured",
+                    "give evaluation.every_steps, or choose null")
     if not config.logging.dir:
         yield Fault("logging.dir", config.logging.dir, "a run needs a folder", "choose e.g. runs/default")
 

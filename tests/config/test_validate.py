@@ -93,6 +93,17 @@ def test_single_rules(override, key):
     assert list(faults(1, override)) == [key]
 
 
+def test_supervised_training_has_its_own_steps():
+    assert "steps 1 to 100" in faults(1, "logging.trace_step=101", command=Command.SFT)["logging.trace_step"]
+    assert faults(1, "logging.trace_step=101", "sft.steps=101", command=Command.SFT) == {}
+
+
+def test_an_accuracy_to_stop_at_must_be_measured():
+    stop, never = "sft.stop_at_accuracy=0.5", "evaluation.every_steps=null"
+    assert faults(1, stop, command=Command.SFT) == {}
+    assert "evaluation.every_steps" in faults(1, stop, never, command=Command.SFT)["sft.stop_at_accuracy"]
+
+
 def test_greedy_generation_is_only_refused_in_training():
     assert faults(1, "generation.temperature=0", command=Command.GENERATE) == {}
 
@@ -125,7 +136,7 @@ OUTSIDE = {"must be at least 1": 0, "must not be negative": -1, "must be a finit
            "must be a finite number above 0": 0, "must lie between 0 and 1": 1, "must be above 1": 1,
            "must lie in [0, 1]": 1.5, "must lie in (0, 1]": 0, "must be two numbers in [0, 1)": "[0.9]",
            "weights and gradients are split by tensor and pipeline parallelism here, not by ZeRO": 2,
-           "is too small for a vocabulary": 5}
+           "is no accuracy that can be reached": 1.5, "is too small for a vocabulary": 5}
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, OUTSIDE[bound.rule]) for bound in BOUNDS for key in bound.keys])
