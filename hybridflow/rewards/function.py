@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from enum import Enum
 from pathlib import Path
-from threading import Lock
-from types import TracebackType
 from typing import Any
 
 from hybridflow.rewards import reasoning
@@ -26,13 +24,12 @@ class ReasoningScoring(Enum):
 
 
 class RewardFunction:
-    """A loaded reward function; usable from any thread, one call at a time. Close it, or use it in a `with`."""
+    """A loaded reward function; usable from any thread, but not from several at once. Close it in the end."""
 
     def __init__(self, target: Target, *, timeout_s: float) -> None:
         if not timeout_s > 0:
             raise ValueError(f"reward.timeout_s is {timeout_s}; it must be positive, for example 10.0")
         self._pool = WorkerPool(target, timeout_s)
-        self._lock = Lock()
         self._pool.start()
 
     @classmethod
@@ -68,21 +65,11 @@ class RewardFunction:
         Raises:
             ValueError: a worker that was killed cannot load the function again.
         """
-        with self._lock:
-            return RewardResult.of(self._pool.run([_keywords(row) for row in rows]))
+        return RewardResult.of(self._pool.run([_keywords(row) for row in rows]))
 
     def close(self) -> None:
         """End the workers. A later `score` starts new ones."""
-        with self._lock:
-            self._pool.close()
-
-    def __enter__(self) -> RewardFunction:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._pool.close()
 
 
 def parse_spec(spec: str) -> Target:

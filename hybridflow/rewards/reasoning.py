@@ -7,10 +7,9 @@ end. The only module of rewards that knows the library, which is imported when a
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from hybridflow.rewards.answers import extract_answer
 
 # Tasks whose entry shows one right answer among several, so that its text is not the measure. (0.1.25: read in each
 # scorer; for all other tasks the scorer's full marks and its part credit rest on the text of the one answer.)
@@ -20,6 +19,16 @@ SEVERAL_RIGHT_ANSWERS = frozenset({
     "simple_integration", "sokoban", "tower_of_hanoi", "word_ladder",
 })  # fmt: skip
 LIBRARY = "reasoning_gym.factory"
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def extract_answer(completion: str) -> str:
+    """What the last complete `<answer>...</answer>` holds, else the whole completion; stripped of white space.
+
+    Example: "so <answer> 12 </answer>." gives "12", and "12\\n" gives "12".
+    """
+    tagged = _TAGGED.findall(completion)
+    return (tagged[-1] if tagged else completion).strip()
 
 
 def score_exact(data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ LIMIT_S = 1.0
 
 
 def load(name, timeout_s=30.0):
-    return RewardFunction.load(f"{FUNCTIONS}:{name}", timeout_s=timeout_s)
+    return closing(RewardFunction.load(f"{FUNCTIONS}:{name}", timeout_s=timeout_s))
 
 
 def rows(*solutions, truth="yes"):

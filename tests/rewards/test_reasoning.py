@@ -1,9 +1,10 @@
+from contextlib import closing
+
 import pytest
 import reasoning_gym
 
-from hybridflow.rewards.answers import extract_answer
 from hybridflow.rewards.function import ReasoningScoring, RewardFunction
-from hybridflow.rewards.reasoning import score_exact, score_partial
+from hybridflow.rewards.reasoning import extract_answer, score_exact, score_partial
 from hybridflow.rewards.records import FaultKind, RewardRequest
 
 
@@ -70,7 +71,7 @@ def request(task, text, entry):
 
 def test_exact_scores_in_a_worker():
     entry = entry_of("chain_sum")
-    with RewardFunction.reasoning_gym(ReasoningScoring.EXACT, ["chain_sum"], timeout_s=30.0) as function:
+    with closing(RewardFunction.reasoning_gym(ReasoningScoring.EXACT, ["chain_sum"], timeout_s=30.0)) as function:
         texts = [entry["answer"], "no", f"<answer>{entry['answer']}</answer>"]
         assert function.score([request("chain_sum", text, entry) for text in texts]).scores.tolist() == [1.0, 0.0, 1.0]
 
@@ -83,7 +84,7 @@ def test_partial_scores_in_a_worker_with_its_extras_and_a_limit():
         request("prime_factorization", "x", factors), RewardRequest("countdown", "4", "4"),
     ]  # fmt: skip
     tasks = ["countdown", "prime_factorization"]
-    with RewardFunction.reasoning_gym(ReasoningScoring.PARTIAL, tasks, timeout_s=4.0) as function:
+    with closing(RewardFunction.reasoning_gym(ReasoningScoring.PARTIAL, tasks, timeout_s=4.0)) as function:
         result = function.score(rows)
     assert result.scores[[0, 2]].tolist() == [1.0, 0.0]
     assert result.extras[2] == {"malformed": 1.0}
