@@ -35,9 +35,7 @@ def all_gather(x: Tensor, group: AxisGroup) -> Tensor:
         return x
     if x.device.type == "cpu":
         return torch.cat(_exchange([x.contiguous()] * group.size, group))
-    parts = list(x.new_empty(group.size, *x.shape).unbind(0))
-    dist.all_gather(parts, x.contiguous(), group=group.process_group)
-    return torch.cat([parts[place] for place in group.order])
+    return _gather_on_device(x.contiguous(), group)
 
 
 def reduce_scatter(x: Tensor, group: AxisGroup) -> Tensor:
@@ -48,18 +46,33 @@ def reduce_scatter(x: Tensor, group: AxisGroup) -> Tensor:
     """
     if group.size == 1:
         return x
-    parts = list(x.contiguous().chunk(group.size))
-    assert len(parts) == group.size and parts[-1].shape == parts[0].shape, (x.shape, group.size)
+    assert x.shape[0] % group.size == 0, (x.shape, group.size)
     if x.device.type == "cpu":
-        return _sum_in_order(_exchange(parts, group))
-    mine = torch.empty_like(parts[0])
-    sorted_parts = [parts[group.order.index(place)] for place in range(group.size)]
-    dist.reduce_scatter(mine, sorted_parts, group=group.process_group)
-    return mine
+        return _sum_in_order(_exchange(list(x.contiguous().chunk(group.size)), group))
+    return _reduce_scatter_on_device(x.contiguous(), group)
 
 
 def _is_direct(x: Tensor, copies: int) -> bool:
     return x.device.type == "cpu" and copies * x.numel() * x.element_size() <= DIRECT_BYTES
+
+
+def _gather_on_device(x: Tensor, group: AxisGroup) -> Tensor:
+    """`all_gather` by the backend, which fills the result in rank order: no copy where that is coordinate order."""
+    gathered = x.new_empty(group.size, *x.shape)
+    dist.all_gather_into_tensor(gathered.flatten(0, 1), x, group=group.process_group)
+    if not group.is_sorted:
+        gathered = gathered[list(group.order)]
+    return gathered.flatten(0, 1)
+
+
+def _reduce_scatter_on_device(x: Tensor, group: AxisGroup) -> Tensor:
+    """`reduce_scatter` by the backend, which deals out slices in rank order: no copy where that is coordinate order."""
+    if not group.is_sorted:
+        members = sorted(range(group.size), key=lambda member: group.order[member])
+        x = x.unflatten(0, (group.size, -1))[members].flatten(0, 1)
+    mine = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    dist.reduce_scatter_tensor(mine, x, group=group.process_group)
+    return mine
 
 
 def _exchange(parts: list[Tensor], group: AxisGroup) -> list[Tensor]:
@@ -130,17 +143,6 @@ class _ReduceScatterTokens(torch.autograd.Function):
         return all_gather(grad, ctx.group), None
 
 
-class _SplitTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
-        ctx.group = group
-        return my_slice(x, group).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad, ctx.group), None
-
-
 class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
@@ -170,11 +172,6 @@ def gather_tokens(x: Tensor, group: AxisGroup) -> Tensor:
 def reduce_scatter_tokens(x: Tensor, group: AxisGroup) -> Tensor:
     """`[tokens, ...] -> [tokens/n, ...]` of the sum; gradients are gathered (row-parallel into sequence parallel)."""
     return _ReduceScatterTokens.apply(x, group) if group.size > 1 else x
-
-
-def split_tokens(x: Tensor, group: AxisGroup) -> Tensor:
-    """My `[tokens/n, ...]` of a replicated `x`; gradients are gathered."""
-    return _SplitTokens.apply(x, group) if group.size > 1 else x
 
 
 def gather_replicated(x: Tensor, group: AxisGroup) -> Tensor:

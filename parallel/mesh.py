@@ -46,7 +46,7 @@ class Grid:
     """Which global rank sits at which coordinate: `ranks` in coordinate order, tp fastest, then dp, then pp.
 
     With the default order tensor groups are adjacent ranks (one node) and pipeline stages are the farthest apart
-    (across nodes), as in Megatron-LM. Example: `Grid.of(Layout(tp=2, pp=2)).rank_at(Coord(tp=1, pp=1)) == 3`.
+    (across nodes), as in Megatron-LM. Example: `Grid.of(Layout(tp=2, pp=2)).coord(3) == Coord(tp=1, dp=0, pp=1)`.
     """
 
     layout: Layout
@@ -58,9 +58,6 @@ class Grid:
     @classmethod
     def of(cls, layout: Layout) -> Grid:
         return cls(layout, tuple(range(layout.size)))
-
-    def rank_at(self, coord: Coord) -> int:
-        return self.ranks[coord.tp + self.layout.tp * (coord.dp + self.layout.dp * coord.pp)]
 
     @cached_property
     def _places(self) -> dict[int, int]:
@@ -102,6 +99,11 @@ class AxisGroup:
     @cached_property
     def is_sorted(self) -> bool:
         return self.order == tuple(range(self.size))
+
+
+def everyone(world: World) -> AxisGroup:
+    """All ranks of the world as one group."""
+    return AxisGroup(tuple(range(world.size)), world.rank, world.everyone)
 
 
 class Mesh:

@@ -67,10 +67,6 @@ class TransferPlan:
         """Elements that cross a wire to `rank`."""
         return sum(c.box.numel for c in self.of_rank(rank) if c.dest == rank != c.source)
 
-    def sent_numel(self, rank: int) -> int:
-        """Elements that cross a wire from `rank`."""
-        return sum(c.box.numel for c in self.of_rank(rank) if c.source == rank != c.dest)
-
     @property
     def max_peers(self) -> int:
         """The most wires (one for each direction and peer) that meet at one rank."""

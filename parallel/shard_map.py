@@ -28,7 +28,3 @@ class ShardMap:
         if rank not in self._kept:
             self._kept[rank] = tuple(self.shards_of(rank))
         return self._kept[rank]
-
-    def numel(self, rank: int) -> int:
-        """Elements that `rank` holds, each box counted once however often it is kept."""
-        return sum(box.numel for box in {shard.box for shard in self.shards(rank)})

@@ -18,11 +18,9 @@ DEFAULT_BUCKET_BYTES = 64 * 2**20
 
 @dataclass
 class TransferStats:
-    """Bytes of the buffers handed to send and receive calls, and the number of those calls."""
+    """Bytes of the buffers handed to receive calls on this rank."""
 
-    sent_bytes: int = 0
     received_bytes: int = 0
-    messages: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,6 @@ def _round(sends: dict[int, Bucket], receives: dict[int, Bucket], src: dict[str,
     ops = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in incoming.items()]
     ops += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in outgoing.items()]
     stats.received_bytes += sum(b.numel() * b.element_size() for b in incoming.values())
-    stats.sent_bytes += sum(b.numel() * b.element_size() for b in outgoing.values())
-    stats.messages += len(ops)
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     for peer, buffer in incoming.items():

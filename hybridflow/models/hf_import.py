@@ -24,14 +24,12 @@ HEADS = (LM_HEAD, VALUE_HEAD, SCORE_HEAD)
 
 
 @torch.no_grad()
-def load_hf(path: str | Path, storages: dict[str, Tensor], shard_map: ShardMap, rank: int, seed: int = 0) -> bool:
+def load_hf(path: str | Path, storages: dict[str, Tensor], shard_map: ShardMap, rank: int, seed: int = 0) -> None:
     """Fill every storage of `rank` from the safetensors files of `path`, cast to the storages' dtype.
 
     Heads of another kind in the files are left out. A value head that they lack starts fresh from `seed`, the same in
     every layout.
 
-    Returns:
-        whether a value head started fresh.
     Raises:
         ValueError: tensors that are missing, unknown or of another shape (all are listed), or no such files.
     """
@@ -50,7 +48,6 @@ def load_hf(path: str | Path, storages: dict[str, Tensor], shard_map: ShardMap, 
         with safe_open(str(file), framework="pt") as tensors:
             for shard in shards:
                 _read(tensors, shard, storages)
-    return fresh
 
 
 def _read(tensors: Any, shard: Shard, storages: dict[str, Tensor]) -> None:

@@ -45,6 +45,19 @@ def test_values_and_that_every_member_gets_the_same_bits():
         assert all(torch.equal(mine, first) for mine, first in zip(sums, by_rank[0]))
 
 
+def check_backend_forms(world: World) -> None:
+    for order in ORDERS:
+        group = group_of(world, order)
+        mine, everyone = rows(world.rank, 8), [rows(rank, 8) for rank in order]
+        assert torch.equal(collectives._gather_on_device(mine, group), torch.cat(everyone))
+        part = collectives._reduce_scatter_on_device(mine, group)
+        torch.testing.assert_close(part, sum(everyone).chunk(4)[group.index], rtol=0, atol=1e-13)
+
+
+def test_the_forms_for_devices_follow_coordinate_order_too():
+    run_ranks(4, check_backend_forms)
+
+
 def not_contiguous(world: World) -> None:
     group = group_of(world, (0, 1, 2, 3))
     view = rows(world.rank, 8).T
@@ -61,10 +74,9 @@ PAIRS = {  # what the whole group computes from everyone's input, and whether ea
     "reduce_from": lambda xs: [sum(xs)] * 4,
     "gather_tokens": lambda xs: [torch.cat(xs)] * 4,
     "reduce_scatter_tokens": lambda xs: list(sum(xs).chunk(4)),
-    "split_tokens": lambda xs: [x.chunk(4)[i] for i, x in enumerate(xs)],
     "gather_replicated": lambda xs: [torch.cat(xs)] * 4,
 }
-REPLICATED_INPUT = ("copy_to", "split_tokens")
+REPLICATED_INPUT = ("copy_to",)
 REPLICATED_OUTPUT = ("reduce_from", "gather_replicated")
 
 
