@@ -26,8 +26,10 @@ from hybridflow.parallel.world import World
 
 FILE_BYTES = 4 * 2**30
 ROUND_BYTES = 64 * 2**20
-TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-                   "chat_template*", "generation_config.json")
+# Patterns of every file that a tokenizer may be made of, its own code included (which is copied, never run), and
+# generation_config.json, which holds the further ids that end a response.
+TOKENIZER_FILES = ("tokenizer*", "tokenization_*.py", "*.model", "vocab*", "merges.txt", "special_tokens_map.json",
+                   "added_tokens.json", "chat_template*", "generation_config.json")
 
 
 def export_hf(path: str | Path, config: ModelConfig, shard_map: ShardMap, storages: dict[str, Tensor], world: World,
