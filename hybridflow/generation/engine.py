@@ -221,7 +221,7 @@ def _pack(cohort: Sequence[SharedPrompt], device: torch.device) -> tuple[Tensor,
 
 def _completion(prompt: Prompt, ids: list[int], log_probs: list[float], params: SamplingParams) -> Completion:
     if not all(value == value for value in log_probs):
-        raise FloatingPointError(f"prompt {prompt.id}, sample {prompt.sample}: the log-prob of response token "
+        raise FloatingPointError(f"prompt id {prompt.id}, sample {prompt.sample}: the log-prob of response token "
                                  f"{next(i for i, value in enumerate(log_probs) if value != value)} is NaN: "
                                  "the model's logits are not finite; check its weights and the learning rate")
     reason = FinishReason.STOP if ids[-1] in params.stop_ids else FinishReason.LENGTH
@@ -235,9 +235,9 @@ def _check_requests(prompts: Sequence[Prompt], params: SamplingParams, config: M
               for stop in params.stop_ids if not 0 <= stop < config.vocab_size]
     for prompt in prompts:
         if not prompt.ids:
-            faults.append(f"prompt {prompt.id} is empty; it must have at least one token, such as the bos token")
+            faults.append(f"prompt id {prompt.id} is empty; it must have at least one token, such as the bos token")
         if len(prompt.ids) > room:
-            faults.append(f"prompt {prompt.id} has {len(prompt.ids)} tokens; with max_new_tokens "
+            faults.append(f"prompt id {prompt.id} has {len(prompt.ids)} tokens; with max_new_tokens "
                           f"{params.max_new_tokens} it may have {room} (max_position_embeddings "
                           f"{config.max_position_embeddings})")
     if faults:

@@ -225,8 +225,8 @@ def test_all_faults_of_a_request_are_named_at_once():
     long = Prompt(8, 0, (1,) * 500)
     with pytest.raises(ValueError) as error:
         make_generator().generate([Prompt(7, 0, ()), long], replace(PARAMS, stop_ids=(37,)), seed=0)
-    for part in ("stop id 37 is not in the vocabulary of 37", "prompt 7 is empty",
-                 "prompt 8 has 500 tokens; with max_new_tokens 24 it may have 488 (max_position_embeddings 512)"):
+    for part in ("stop id 37 is not in the vocabulary of 37", "prompt id 7 is empty",
+                 "prompt id 8 has 500 tokens; with max_new_tokens 24 it may have 488 (max_position_embeddings 512)"):
         assert part in str(error.value)
 
 
@@ -234,7 +234,7 @@ def test_weights_that_are_not_numbers_are_named():
     generator = make_generator()
     with torch.no_grad():
         next(generator.stage.parameters()).fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match="prompt 100, sample 0: the log-prob of response token 0 is NaN"):
+    with pytest.raises(FloatingPointError, match="prompt id 100, sample 0: the log-prob of response token 0 is NaN"):
         generator.generate(make_prompts([4]), PARAMS, seed=0)
 
 
