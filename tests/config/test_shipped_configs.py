@@ -8,6 +8,8 @@ from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.layouts import generation_layout
 from hybridflow.config.load import load_config
 from hybridflow.config.validate import Command, validate
+from hybridflow.parallel.world import World
+from hybridflow.trainer.prompts import read_records
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ALONE = ("train.layout.tp=1", "train.layout.pp=1")
@@ -44,8 +46,25 @@ def test_ppo_7b_is_the_article_with_n_equal_to_m_x_s():
     assert (math.rollouts_per_update, math.micro_batch_size, math.micro_batches, math.dp) == (256, 8, 32, 1)
 
 
-def test_the_warm_start_and_ppo_agree_on_the_task():
+def test_the_warm_start_and_reinforcement_learning_agree():
     sft, ppo, grpo = (load_config(CONFIGS / f"{name}.yaml") for name in ("sft_tiny", "ppo_tiny", "grpo_tiny"))
-    assert sft.data.tasks == ppo.data.tasks == grpo.data.tasks
-    assert len({(c.data.size, c.data.test_size, c.train.seed) for c in (sft, ppo, grpo)}) == 1
+    assert sft.data.test_tasks == ppo.data.tasks == grpo.data.tasks and not ppo.data.test_tasks
     assert ppo.model.path == grpo.model.path == f"{sft.logging.dir}/export"
+    assert ppo.model.tokenizer == grpo.model.tokenizer == sft.model.tokenizer
+
+
+def test_the_comments_count_right():
+    sft, ppo, grpo = (load_config(CONFIGS / f"{name}.yaml") for name in ("sft_tiny", "ppo_tiny", "grpo_tiny"))
+    assert round(sft.data.size * sft.data.tasks[0].weight) == 82
+    assert (BatchMath.of(ppo, 4).updates_per_step, BatchMath.of(ppo, 4).micro_batches) == (4, 2)
+    assert BatchMath.of(grpo, 4).updates_per_step == 1 and BatchMath.of(grpo, 4).dp == 2
+
+
+def test_reinforcement_learning_is_tested_on_words_that_no_warm_start_has_seen():
+    prompts = []
+    for name in ("sft_tiny", "ppo_tiny", "grpo_tiny"):
+        records = read_records(load_config(CONFIGS / f"{name}.yaml"), World.single())
+        prompts.append([{record.prompt for record in part} for part in (records.train, records.test)])
+    trained, tested = (set().union(*parts) for parts in zip(*prompts))
+    assert not trained & tested and {len(prompt) for prompt in tested} == {len("words=")}
+    assert [len(tests) for _, tests in prompts] == [64, 128, 128]
