@@ -21,7 +21,8 @@ from hybridflow.data.row_schema import parse_row
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.observe.progress import open_console
 from hybridflow.observe.run_view import RunView, ViewOptions
-from hybridflow.parallel.world import World, launched_place
+from hybridflow.parallel.place import launched_place
+from hybridflow.parallel.world import World
 from hybridflow.trainer.rl import RLTrainer
 
 BatchItem = TokenisedPrompt | PromptRecord | Mapping[str, Any] | str
@@ -49,7 +50,7 @@ def init_trainer(config: Config | Mapping[str, Any] | str | Path, data_loader: I
         result = trainer.train_step(batch)
         print(result["policy_loss"], result["value_loss"])
     """
-    reading = read_any(config, launched_place(dict(os.environ)).size, algorithm)
+    reading = read_any(config, launched_place(os.environ).size, algorithm)
     return Trainer(World.from_env(), reading, data_loader)
 
 

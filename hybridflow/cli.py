@@ -11,13 +11,14 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hybridflow import __version__
 from hybridflow.config.check import checked_config
 from hybridflow.config.describe import key_table
 from hybridflow.config.faults import ConfigError
 from hybridflow.config.validate import Command
+from hybridflow.parallel.place import launched_place
 
 EXIT_CONFIG = 2  # argparse's own code for a wrong command line
 OTHERS_WAIT_S = 10.0
@@ -36,17 +37,21 @@ every key:         python -m hybridflow keys
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, or 2 for a fault in the command line or the config."""
+    """Run one command. Returns the exit code: 0, or 2 for a fault in the command line, the launch or the config."""
     arguments = parser().parse_args(argv)
     if arguments.command == "keys":
         print(key_table())
         return 0
     command = Command(arguments.command)
-    rank, world_size = launched(os.environ)
     try:
-        config = checked_config(arguments.config, arguments.overrides, world_size, command)
+        place = launched_place(os.environ)
+    except ValueError as error:
+        print(error, file=sys.stderr, flush=True)
+        return EXIT_CONFIG
+    try:
+        config = checked_config(arguments.config, arguments.overrides, place.size, command)
     except ConfigError as error:
-        report(error, rank)
+        report(error, place.rank)
         return EXIT_CONFIG
     importlib.import_module(f"hybridflow.commands.{command.value}").run(config)
     return 0
@@ -75,18 +80,6 @@ def report(error: ConfigError, rank: int) -> None:
     if rank > 0:
         time.sleep(OTHERS_WAIT_S)
     print(f"rank {rank}: {error}" if rank > 0 else error, file=sys.stderr, flush=True)
-
-
-def launched(env: Mapping[str, str]) -> tuple[int, int]:
-    """(rank, world size) as torchrun or srun say, torchrun's word first; (0, 1) for a process started alone.
-
-    The same rule as `parallel.world.launched_place`, which also finds the rendezvous but needs torch to be imported.
-    """
-    if "WORLD_SIZE" in env:
-        return int(env.get("RANK", "0")), int(env["WORLD_SIZE"])
-    if "SLURM_PROCID" in env:
-        return int(env["SLURM_PROCID"]), int(env.get("SLURM_NTASKS", "1"))
-    return 0, 1
 
 
 if __name__ == "__main__":

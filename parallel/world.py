@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hybridflow.parallel.place import launched_place
+
 DEFAULT_TIMEOUT_S = 600.0
 
 
@@ -42,7 +44,7 @@ class World:
         Raises:
             ValueError: a launcher's variables are incomplete (the missing names are listed).
         """
-        place = launched_place(dict(os.environ))
+        place = launched_place(os.environ)
         if place.size == 1:
             return cls.single(default_device(place.local_rank))
         device = default_device(place.local_rank)
@@ -55,6 +57,8 @@ class World:
             rank=place.rank,
             world_size=place.size,
             timeout=timeout,
+            # Communicators are made here and not in the middle of a schedule, where some ranks have nothing to send.
+            device_id=device if device.type == "cuda" else None,
         )
         return cls(place.rank, place.size, place.local_rank, device, timeout)
 
@@ -85,38 +89,6 @@ class World:
         self._groups.clear()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a launcher put this process. `address` is None where torch finds the rendezvous itself (torchrun)."""
-
-    rank: int
-    size: int
-    local_rank: int
-    address: str | None = None
-    port: int | None = None
-
-
-def launched_place(env: dict[str, str]) -> Place:
-    """Read torchrun's variables, else srun's, else a lone process. torchrun's win where both are set.
-
-    Raises:
-        ValueError: some but not all of a launcher's variables are set.
-    """
-    if "WORLD_SIZE" in env or "RANK" in env:
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
-        if missing and env.get("WORLD_SIZE") != "1":
-            raise ValueError(f"launched with RANK/WORLD_SIZE but without {', '.join(missing)}: start it with torchrun")
-        return Place(int(env.get("RANK", 0)), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", env.get("RANK", 0))))
-    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
-        if missing:
-            raise ValueError(f"srun started {env['SLURM_NTASKS']} tasks but {', '.join(missing)} is not set: "
-                             "export both before srun, as launch/slurm.sbatch does")
-        return Place(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", 0)),
-                     env["MASTER_ADDR"], int(env["MASTER_PORT"]))
-    return Place(0, 1, 0)
 
 
 def default_device(local_rank: int) -> torch.device:

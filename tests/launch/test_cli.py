@@ -22,7 +22,8 @@ def run(*arguments, **env):
 
 
 def test_a_config_with_faults_ends_with_2_and_names_them_all():
-    ended = run("-m", "hybridflow", "train", str(BAD), "train.layout.tp=3", WORLD_SIZE="8", RANK="0")
+    ended = run("-m", "hybridflow", "train", str(BAD), "train.layout.tp=3", WORLD_SIZE="8", RANK="0", MASTER_ADDR="h",
+                MASTER_PORT="1")
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert "tensor_parallel_szie = 2: unknown key; did you mean train.layout.tp?" in ended.stderr
@@ -72,20 +73,10 @@ def test_a_missing_file_is_a_fault(capsys):
     assert "no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("env", "place"), [
-    ({}, (0, 1)),
-    ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4)),
-    ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8"}, (5, 8)),
-    ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "RANK": "1", "WORLD_SIZE": "2"}, (1, 2)),  # torchrun inside of srun
-    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, (0, 1)),
-    ({"WORLD_SIZE": "1"}, (0, 1)),
-])
-def test_the_launcher_is_read_as_the_world_reads_it(env, place):
-    from hybridflow.parallel.world import launched_place
-
-    assert cli.launched(env) == place
-    found = launched_place(env | {"MASTER_ADDR": "h", "MASTER_PORT": "1"})
-    assert (found.rank, found.size) == place
+def test_a_broken_launch_ends_with_2():
+    ended = run("-m", "hybridflow", "train", str(BAD), RANK="0", WORLD_SIZE="8")
+    assert ended.returncode == 2 and ended.stderr == \
+        "launched with RANK/WORLD_SIZE but without MASTER_ADDR, MASTER_PORT: start it with torchrun\n"
 
 
 def test_rank_0_speaks_first_and_the_others_wait(monkeypatch, capsys):
