@@ -45,7 +45,7 @@ setup(
     entry_points={"console_scripts": ["hybridflow=hybridflow.cli:main"]},
     # Without a GPU install a CPU torch first (`launch/env.sh` does): the default wheel brings gigabytes of CUDA.
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.8",  # the first with torch.mm(out_dtype=)
         "megatron-core>=0.12",
         "sentencepiece>=0.2",
         "wandb>=0.17",
