@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -115,9 +116,10 @@ class Batch:
         """Prompt and response tokens of all rows."""
         return sum(self.prompt_lengths) + sum(self.response_lengths)
 
-    def is_trained(self, row: int) -> bool:
-        """Whether the row has a score (NaN: its reward failed), or none has been computed."""
-        return self.scores is None or not bool(self.scores[row].isnan())
+    @cached_property
+    def is_trained(self) -> tuple[bool, ...]:
+        """For each row whether it has a score (NaN: its reward failed), or none has been computed."""
+        return (True,) * self.num_rows if self.scores is None else tuple((~self.scores.isnan()).tolist())
 
     def home_lengths(self, world: World) -> tuple[int, ...]:
         """Response lengths of the rows at home on this rank."""
@@ -126,8 +128,8 @@ class Batch:
     def with_columns(self, **columns: Tensor) -> Batch:
         return replace(self, columns=self.columns.with_columns(**columns))
 
-    def fetch(self, world: World, rows_of: RowsOfRank) -> Rows:
-        """The rows that each rank asks for, with all columns. Collective."""
+    def fetch(self, world: World, rows_of: RowsOfRank, *, with_columns: bool = True) -> Rows:
+        """The rows that each rank asks for, with what has been computed for their tokens if wanted. Collective."""
         lengths = tuple(p + r for p, r in zip(self.prompt_lengths, self.response_lengths))
         ids = torch.tensor([t for s in self.samples for t in (*s.prompt, *s.response)], dtype=torch.int64,
                            device=world.device).unsqueeze(1)
@@ -137,7 +139,7 @@ class Batch:
             middle, end = start + self.prompt_lengths[row], start + lengths[row]
             samples.append(Sample(tuple(ids[start:middle]), tuple(ids[middle:end])))
             start = end
-        return Rows(tuple(samples), self._fetch_columns(world, rows_of))
+        return Rows(tuple(samples), self._fetch_columns(world, rows_of) if with_columns else TokenColumns())
 
     def _fetch_columns(self, world: World, rows_of: RowsOfRank) -> TokenColumns:
         present = self.columns.present()

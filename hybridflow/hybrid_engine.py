@@ -14,11 +14,12 @@ import torch
 from hybridflow.engine.native import TrainEngine
 from hybridflow.generation.engine import Generator
 from hybridflow.generation.weight_layout import lay_out_for_decoding
-from hybridflow.models.config import Head
+from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.weights import decoder_shard_map
-from hybridflow.parallel.mesh import Mesh
+from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.plan import TransferPlan, lower_bound_numel
+from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.transfer import execute
 
 
@@ -52,8 +53,7 @@ class HybridEngine:
         dst = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
         self.plan = TransferPlan.between(train.shard_map, dst)
         self._lower_bound = lower_bound_numel(train.shard_map, dst, mesh.world.rank) * self._dtype.itemsize
-        self.stage = DecoderStage(model, mesh, Head.LANGUAGE_MODEL, layers=range(model.num_layers),
-                                  sequence_parallel=False, dtype=self._dtype, with_embedding=True, with_head=True)
+        self.stage = generation_stage(model, mesh, self._dtype)
         self.stage.requires_grad_(False)
         self._shapes = {name: param.shape for name, param in self.stage.named_parameters()}
         self.generator = Generator(self.stage, mesh, model)
@@ -77,3 +77,35 @@ class HybridEngine:
         for param in self.stage.parameters():
             param.data = torch.empty(0, dtype=self._dtype, device=self.mesh.device)
         self.generator.weight_version = None
+
+
+def generation_stage(model: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> DecoderStage:
+    """The whole model on the tensor ranks of a generation mesh, uninitialised."""
+    return DecoderStage(model, mesh, Head.LANGUAGE_MODEL, layers=range(model.num_layers), sequence_parallel=False,
+                        dtype=dtype, with_embedding=True, with_head=True)
+
+
+def generation_grid(train_map: ShardMap, train: Grid, model: ModelConfig, tp: int) -> Grid:
+    """Where each rank sits while it generates: of two rank orders the one in which fewer bytes must move.
+
+    In the order of HybridFlow (arXiv 2409.19256, section 5.3) a generation tensor group takes training tensor ranks at
+    an interval, so that each rank's generation shard holds its training shard; the other order is plain rank order.
+
+    Example: train tp4, generate tp2 dp2: groups (0, 2) and (1, 3), and every rank receives a quarter of the model.
+    """
+    layout = Layout(tp=tp, dp=train.layout.size // tp)
+    orders = [Grid.of(layout)]
+    if train.layout.tp % tp == 0:
+        orders.append(Grid(layout, _at_intervals(train, tp)))
+    return min(orders, key=lambda grid: _moved(train_map, decoder_shard_map(model, grid, Head.LANGUAGE_MODEL)))
+
+
+def _at_intervals(train: Grid, tp: int) -> tuple[int, ...]:
+    interval = train.layout.tp // tp
+    lines = train.lines(lambda at: (at.dp, at.pp))  # the training tensor groups
+    return tuple(line[place + i * interval] for line in lines for place in range(interval) for i in range(tp))
+
+
+def _moved(src: ShardMap, dst: ShardMap) -> int:
+    """Elements that cross a wire, over all ranks."""
+    return sum(copy.box.numel for copy in TransferPlan.between(src, dst).copies if copy.source != copy.dest)

@@ -111,8 +111,7 @@ class ShardedAdamW:
         norm = self.grad_norm()
         grad_norm = norm.item()  # the one host sync of a step: the decision below is the host's
         if not math.isfinite(grad_norm):
-            self.num_skipped += 1
-            return StepInfo(grad_norm, lr, skipped=True)
+            return self.skip(grad_norm)
         self._clip(norm)
         for group in self.adam.param_groups:
             group["lr"] = lr
@@ -120,6 +119,11 @@ class ShardedAdamW:
         self._publish()
         self.num_steps += 1
         return StepInfo(grad_norm, lr, skipped=False)
+
+    def skip(self, grad_norm: float = 0.0) -> StepInfo:
+        """Take no step, and count that: the norm is not finite, or there is nothing to learn from."""
+        self.num_skipped += 1
+        return StepInfo(grad_norm, self.schedule.at(self.num_steps), skipped=True)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     config = tiny_config(make_tokenizer(folder / "tokenizer"), folder, ("train.mixed_precision=no",))
     tokenizer = open_tokenizer(config.model.tokenizer)
-    actor = Builder(config, World.single(), tokenizer, Trace()).actor(1)
+    actor = Builder(config, World.single(), tokenizer, Trace()).actor(1, 1.0)
     export_actor(folder / "export", actor.engine, tokenizer)
     return folder / "export"
 

@@ -5,7 +5,7 @@ import torch
 
 from hybridflow.generation.engine import StaleWeightsError
 from hybridflow.generation.records import Prompt, SamplingParams
-from hybridflow.hybrid_engine import HybridEngine
+from hybridflow.hybrid_engine import HybridEngine, generation_grid
 from hybridflow.models.config import Head
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
@@ -23,7 +23,8 @@ def reshard(world: World, train: Layout, generation: Layout, tied: bool, bucket_
     """(bytes received, their lower bound), after checking every weight against the canonical tensors."""
     model = tiny_model(tie_word_embeddings=tied)
     engine = train_engine(world, train, model, Head.LANGUAGE_MODEL, dtype=torch.float32)
-    hybrid = HybridEngine(engine, Mesh(Grid.of(generation), world), bucket_bytes=bucket_bytes)
+    grid = generation_grid(engine.shard_map, engine.mesh.grid, model, generation.tp)
+    hybrid = HybridEngine(engine, Mesh(grid, world), bucket_bytes=bucket_bytes)
     assert sum(param.numel() for param in hybrid.stage.parameters()) == 0
     hybrid.fill()
     whole = train_engine(World.single(torch.device("cpu")), Layout(), model, Head.LANGUAGE_MODEL, dtype=torch.float32)
@@ -45,20 +46,26 @@ def test_received_bytes_are_the_lower_bound(train: Layout, generation: Layout, t
     assert results == run_ranks(4, reshard, train, generation, tied, 300)  # buckets smaller than most tensors
 
 
-@pytest.mark.parametrize("t, p, tg", [(2, 2, 1), (4, 1, 2), (4, 2, 2), (8, 1, 2), (8, 4, 1)])
+@pytest.mark.parametrize("t, p, tg", [(2, 2, 1), (4, 1, 2), (4, 2, 2), (8, 1, 2), (8, 4, 1), (8, 1, 4)])
 def test_volume_is_the_papers_where_its_grouping_applies(t: int, p: int, tg: int):
     """HybridFlow, table 2: (t p - tg) / (tg t p) of the model for each rank, of the tensors that are cut."""
     model = tiny_model(num_layers=8, num_heads=8, num_kv_heads=8, vocab_size=64)
-    source = decoder_shard_map(model, Grid.of(Layout(t, p, 1)), Head.LANGUAGE_MODEL)
-    interval = t // tg  # a generation tensor group takes every interval-th rank of a training one
-    ranks = tuple(stage * t + place + i * interval
-                  for stage in range(p) for place in range(interval) for i in range(tg))
-    dest = decoder_shard_map(model, Grid(Layout(tg, 1, t * p // tg), ranks), Head.LANGUAGE_MODEL)
+    train = Grid.of(Layout(t, p, 1))
+    source = decoder_shard_map(model, train, Head.LANGUAGE_MODEL)
+    grid = generation_grid(source, train, model, tg)
+    dest = decoder_shard_map(model, grid, Head.LANGUAGE_MODEL)
     cut = {name for name, shape in source.shapes.items() if len(shape) == 2}
     size = sum(shape[0] * shape[1] for name, shape in source.shapes.items() if name in cut)
     plan = TransferPlan.between(source, dest)
     received = sum(c.box.numel for c in plan.copies if c.source != c.dest and c.box.name in cut)
     assert received == (t * p - tg) * size // tg
+
+
+def test_generation_groups_are_those_of_the_papers_example():
+    """Train p-t-d 1-4-2, generate tg 2 on eight ranks: tensor groups at interval two, micro-dp groups of neighbours."""
+    train, model = Grid.of(Layout(4, 1, 2)), tiny_model(num_kv_heads=4, vocab_size=64)
+    grid = generation_grid(decoder_shard_map(model, train, Head.LANGUAGE_MODEL), train, model, 2)
+    assert grid.lines(lambda at: (at.dp,)) == [(0, 2), (1, 3), (4, 6), (5, 7)]
 
 
 def stale(world: World) -> str:

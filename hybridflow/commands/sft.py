@@ -36,7 +36,7 @@ def _run(config: Config, world: World) -> None:
     whole.view.say(sft_line(config, world.size))
     evaluate = trainer.evaluator(held_out_prompts(config, records, tokenizer, trainer.model.vocab_size))
     whole.fit(RunParts(step=lambda: trainer.step(next(loader)), evaluate=evaluate, export=trainer.export,
-                       trace=trainer.trace, grid=trainer.actor.engine.mesh.grid, timing=trainer.timer.take))
+                       trace=trainer.trace, grid=trainer.actor.engine.mesh.grid, timer=trainer.timer))
 
 
 def _tokenizer(config: Config, records: DataSplit, world: World) -> Tokenizer:

@@ -23,7 +23,7 @@ from hybridflow.models.layout import stage_layers
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.gradients import MainGrads
-from hybridflow.parallel.mesh import AxisGroup, Mesh
+from hybridflow.parallel.mesh import Mesh, everyone
 from hybridflow.parallel.optimizer import AdamWSettings, LrSchedule, ShardedAdamW, StepInfo
 from hybridflow.parallel.pipeline import Lane, PipelineRunner
 from hybridflow.parallel.schedule import Schedule, forward_only, gpipe, one_f_one_b
@@ -60,6 +60,16 @@ class EngineOptions:
     temperature: float = 1.0
 
 
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did: the loss's sums over all micro-batches and replicas, the same on every rank, and
+    the step.
+    """
+
+    sums: dict[str, float]
+    step: StepInfo
+
+
 class ForwardEngine:
     """A model that only answers: reference, reward model, and the base of what trains.
 
@@ -76,7 +86,6 @@ class ForwardEngine:
             with_embedding=mesh.is_first_stage, with_head=mesh.is_last_stage,
         )
         self.runner = PipelineRunner(self._run_stage, mesh, model.hidden_size, options.dtype, options.sequence_parallel)
-        self._with_entropy = False
 
     @property
     def storages(self) -> dict[str, Tensor]:
@@ -108,11 +117,12 @@ class ForwardEngine:
         return self.runner.run(schedule, list(micro_batches), None, lambda: None, trace)
 
     def _run_stage(self, x: Tensor, micro_batch: MicroBatch) -> Output | Tensor:
-        return self.stage(x, micro_batch, temperature=self.options.temperature, with_entropy=self._with_entropy)
+        # Entropy is a metric of training; where nothing is differentiated nobody asks for it.
+        return self.stage(x, micro_batch, temperature=self.options.temperature, with_entropy=torch.is_grad_enabled())
 
 
 class TrainEngine(ForwardEngine):
-    """A model that learns. One step is `accumulate` on an optimizer batch, then `step`.
+    """A model that learns, one optimizer step for each call of `train`.
 
     Attributes:
         version: counts optimizer steps that changed the weights; whoever copies the weights keeps the number.
@@ -134,28 +144,24 @@ class TrainEngine(ForwardEngine):
         super().load(folder, seed)
         self.optimizer.refresh_masters()
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss,
-                   trace: Lane | None = None) -> dict[str, float]:
-        """Run the pipeline schedule over this replica's micro-batches: gradients end up summed and reduced.
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, skip: bool = False,
+              trace: Lane | None = None) -> Update:
+        """One optimizer step: accumulate over this replica's micro-batches, reduce, step, as one schedule. Collective.
 
         Every rank calls it, also one whose replica has no rows (it gives one empty micro-batch).
 
-        Returns:
-            the loss's sums over all micro-batches and replicas, the same on every rank.
+        Args:
+            skip: nothing is to be learned from this batch: take no step, but count it.
         """
+        steps: list[StepInfo] = []
         self.optimizer.zero_grad()
-        schedule = self.schedule.build(self.mesh.layout.pp, len(micro_batches))
-        self._with_entropy = True
-        terms = self.runner.run(schedule, list(micro_batches), lambda output, micro: loss(output, micro.columns),
-                                self.grads.reduce, trace)
-        self._with_entropy = False
-        return self._add_up(terms, names=self._names_of(loss, micro_batches[0]))
-
-    def step(self) -> StepInfo:
-        """Apply the reduced gradients. Collective; all ranks step or all skip."""
-        info = self.optimizer.step()
-        self.version += not info.skipped
-        return info
+        terms = self.runner.run(
+            self.schedule.build(self.mesh.layout.pp, len(micro_batches)), list(micro_batches),
+            lambda output, micro_batch: loss(output, micro_batch.columns), self.grads.reduce, trace,
+            on_step=lambda: steps.append(self.optimizer.skip() if skip else self.optimizer.step()),
+        )
+        self.version += not steps[0].skipped
+        return Update(self._add_up(terms, names=self._names_of(loss, micro_batches[0])), steps[0])
 
     def _names_of(self, loss: Loss, like: MicroBatch) -> tuple[str, ...]:
         """What the loss logs, found by asking it about no targets: stages without the head know it too."""
@@ -170,6 +176,4 @@ class TrainEngine(ForwardEngine):
         if self.answers:
             for sums in terms:
                 table += torch.stack([sums[name].detach().double() for name in names])
-        world = self.mesh.world
-        everyone = AxisGroup(tuple(range(world.size)), world.rank, world.everyone)
-        return dict(zip(names, all_reduce(table, everyone).tolist()))
+        return dict(zip(names, all_reduce(table, everyone(self.mesh.world)).tolist(), strict=True))

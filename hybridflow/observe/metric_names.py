@@ -66,7 +66,6 @@ _POLICY = (
     MetricInfo("policy/kl_coef", "reward/nat", "Coefficient of the KL to the reference.", "-"),
     MetricInfo("policy/ratio_mean", "ratio", "Probability under the updated policy over that under the old one.",
                _TOKENS),
-    MetricInfo("policy/ratio_max", "ratio", "Greatest such ratio of a token.", "-"),
     MetricInfo("policy/log_prob_gap_mean", "nats", "Absolute difference of a token's log-prob as generated and in the "
                "training layout, before any update.", _TOKENS),
     MetricInfo("policy/log_prob_gap_max", "nats", "Greatest such gap of a token. 1e-5 or less in fp32.", "-"),
@@ -96,6 +95,7 @@ _SUPERVISED = (
 _RUN = (
     MetricInfo("eval/accuracy", "fraction", "Held-out prompts answered right (full reward) by greedy decoding.",
                "held-out prompts"),
+    MetricInfo("eval/faults", "count", "Held-out answers whose reward failed; they are in no mean.", "-"),
     MetricInfo("eval/reward_mean", "reward", "Reward of greedy answers to held-out prompts.",
                "held-out prompts with a reward"),
     MetricInfo("time/step", "s", "Wall time of the step on rank 0, evaluation left out.", "-"),
@@ -106,9 +106,11 @@ _RUN = (
                "prompt counts once a sample.", "time/step"),
     MetricInfo("perf/samples_per_second", "samples/s", "Samples of the step, all ranks.", "time/step"),
     MetricInfo("reshard/received_bytes", "bytes", "Weight bytes received in the step's reshards, all ranks.", "-"),
+    MetricInfo("reshard/lower_bound_bytes", "bytes", "Weight bytes that the ranks' generation shards need and their "
+               "training shards do not hold, all ranks: what no reshard can undercut.", "-"),
     MetricInfo("reshard/seconds", "s", "Wall time of the step's reshards, the slowest rank's.", "-"),
-    MetricInfo("train/skipped_steps", "count", "Optimizer steps skipped for a non-finite gradient norm, since the "
-               "start.", "-"),
+    MetricInfo("train/skipped_steps", "count", "Optimizer steps skipped since the start, because the gradient norm was "
+               "not finite or no token was trained.", "-"),
 )
 
 METRICS: tuple[MetricInfo, ...] = (*_REWARD, *_ROLLOUT, *_POLICY, *_CRITIC, *_ADVANTAGE, *_SUPERVISED, *_RUN)

@@ -18,6 +18,7 @@ from rich.text import Text
 # Steps that the time left is judged by: enough to smooth one slow step, few enough to follow growing responses.
 RECENT_STEPS = 20
 PLAIN_WIDTH = 120
+MAX_LINES = 50
 # Below this many columns the bar itself shrinks, so that the numbers keep their place.
 WIDE_TERMINAL = 110
 
@@ -75,16 +76,20 @@ class NoProgress:
 
 
 class LineProgress:
-    """One row of text for each step, for logs."""
+    """Rows of text for logs: one for each step of a short run, some 50 of a long one, and all that were evaluated."""
 
     def __init__(self, total_steps: int, console: Console) -> None:
         self._total_steps = total_steps
         self._console = console
         self._pace = Pace()
+        self._every = -(-total_steps // MAX_LINES)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Print the row."""
+        """Print the row where it is this step's turn."""
         self._pace.add(metrics)
+        is_turn = step % self._every == 0 or step in (1, self._total_steps)
+        if not is_turn and not any(name.startswith("eval/") for name in metrics):
+            return
         parts = [f"step {step}/{self._total_steps}", *cells(metrics), self._pace.left(self._total_steps - step)]
         self._console.print(Text(" | ".join(part for part in parts if part)), soft_wrap=True)
 

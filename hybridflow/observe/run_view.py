@@ -88,10 +88,10 @@ class RunView:
         self._metrics.log(step, metrics)
         self._progress.step(step, metrics)
 
-    def samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
-        """Show and keep the first `num_samples` rollouts of a step."""
+    def samples(self, step: int, samples: Sequence[RolloutSample], *, shown: bool = True) -> None:
+        """Keep the first `num_samples` rollouts of a step, and show them if `shown`."""
         if self._samples is not None:
-            self._samples.show(step, samples[: self._options.num_samples])
+            self._samples.take(step, samples[: self._options.num_samples], shown=shown)
 
     def close(self) -> None:
         """Close files and leave the terminal in order; enough for a run that failed."""

@@ -45,11 +45,10 @@ class SampleLog:
         self._file = JsonlFile(path, resume=resume)
         self._console = console
 
-    def show(self, step: int, samples: Sequence[RolloutSample]) -> None:
-        """Print the table and append every sample, whole, to the file. No samples: nothing happens."""
-        if not samples:
-            return
-        self._console.print(sample_table(step, samples))
+    def take(self, step: int, samples: Sequence[RolloutSample], *, shown: bool = True) -> None:
+        """Append every sample, whole, to the file, and print the table if `shown`. No samples: nothing happens."""
+        if samples and shown:
+            self._console.print(sample_table(step, samples))
         for sample in samples:
             reward = sample.reward if math.isfinite(sample.reward) else None
             self._file.write({"step": step, **asdict(sample), "reward": reward})

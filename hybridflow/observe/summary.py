@@ -114,7 +114,7 @@ def _trouble(records: Sequence[MetricRecord]) -> str:
     nulls = sum(value is None for record in records for value in record.values())
     parts = []
     if skipped and skipped[-1] > 0:
-        parts.append(f"optimizer steps skipped for a non-finite gradient norm: {skipped[-1]:.0f}")
+        parts.append(f"optimizer steps skipped (gradient norm not finite, or nothing to train on): {skipped[-1]:.0f}")
     if faults > 0:
         parts.append(f"rollouts that the reward function failed on: {faults:.0f}")
     if nulls > 0:

@@ -24,12 +24,11 @@ from hybridflow.engine.native import EngineOptions, ForwardEngine, ScheduleKind,
 from hybridflow.generation.engine import Generator
 from hybridflow.generation.records import SamplingParams
 from hybridflow.generation.weight_layout import lay_out_for_decoding
-from hybridflow.hybrid_engine import HybridEngine
+from hybridflow.hybrid_engine import HybridEngine, generation_grid, generation_stage
 from hybridflow.models.config import Head, ModelConfig
-from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.hf_import import load_hf
 from hybridflow.models.weights import decoder_shard_map
-from hybridflow.observe.trace import Trace, TraceCategory
+from hybridflow.observe.trace import Lane, Trace, TraceCategory
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.optimizer import AdamWSettings, Decay, LrSchedule
 from hybridflow.parallel.world import World
@@ -85,23 +84,27 @@ class Builder:
             raise ValueError(f"generation.stop {stop!r} is {len(ids)} tokens; it must be one token, or an id")
         return ids[0]
 
-    def actor(self, updates: int) -> TrainedRole:
-        """The actor with its start weights; its learning rate ends after `updates` optimizer steps."""
+    def actor(self, updates: int, temperature: float) -> TrainedRole:
+        """The actor with its start weights; its learning rate ends after `updates` optimizer steps.
+
+        `temperature` is that of the distribution it is trained on: the sampling temperature, 1 in supervised training.
+        """
         return self._trained(Role.ACTOR, Head.LANGUAGE_MODEL, self.config.model.path, self.config.train.optimizer,
-                             updates)
+                             updates, temperature)
 
     def critic(self, updates: int) -> TrainedRole:
         path = self.config.model.critic.path or self.config.model.path
         return self._trained(Role.CRITIC, Head.VALUE, path, self._critic_optimizer(), updates)
 
     def reference(self) -> ScoringRole:
-        return self._scoring(Role.REFERENCE, Head.LANGUAGE_MODEL, self.config.model.path)
+        """The actor's start, asked about the same distribution as the actor."""
+        return self._scoring(Role.REFERENCE, Head.LANGUAGE_MODEL, self.config.model.path,
+                             self.config.generation.temperature)
 
     def generator(self) -> tuple[Generator, Mesh]:
         """The actor's folder loaded straight into the generation layout, for answering alone."""
         model, mesh = self.actor_model(), self._mesh(generation_layout(self.config, self.world.size))
-        stage = DecoderStage(model, mesh, Head.LANGUAGE_MODEL, layers=range(model.num_layers), sequence_parallel=False,
-                             dtype=self.dtype, with_embedding=True, with_head=True)
+        stage = generation_stage(model, mesh, self.dtype)
         storages = {name: param.data for name, param in stage.named_parameters()}
         shard_map = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
         load_hf(self.config.model.path, storages, shard_map, self.world.rank)
@@ -109,8 +112,11 @@ class Builder:
         return Generator(stage, mesh, model), mesh
 
     def hybrid(self, actor: TrainedRole) -> HybridEngine:
-        mesh = self._mesh(generation_layout(self.config, self.world.size))
-        return HybridEngine(actor.trainer, mesh, bucket_bytes=self.config.generation.reshard_bucket_mb * MIB)
+        """The actor's generator, on the ranks that have to receive least."""
+        grid = generation_grid(actor.engine.shard_map, actor.engine.mesh.grid, actor.engine.model,
+                               self.config.generation.layout.tp)
+        return HybridEngine(actor.trainer, Mesh(grid, self.world),
+                            bucket_bytes=self.config.generation.reshard_bucket_mb * MIB)
 
     def rewards(self, stop_ids: tuple[int, ...]) -> FunctionRewards | ModelRewards:
         """The reward model if there is one, else the reward function, else the tasks' own scorer."""
@@ -164,19 +170,20 @@ class Builder:
         return Reduction(kind, algorithm.constant_length or self.config.generation.max_new_tokens)
 
     def _trained(self, role: Role, head: Head, path: str | None, optimizer: OptimizerConfig,
-                 updates: int) -> TrainedRole:
+                 updates: int, temperature: float = 1.0) -> TrainedRole:
         train, model = self.config.train, self.model(path)
         adamw = AdamWSettings(tuple(optimizer.betas), optimizer.eps, optimizer.weight_decay, optimizer.clip_grad_norm)
         lr = LrSchedule(optimizer.lr, optimizer.warmup_steps, updates, Decay(optimizer.decay.value), optimizer.min_lr)
         layout = role_layout(self.config, role, self.world.size)
-        engine = TrainEngine(model, self._mesh(layout), head, self._options(layout), zero_stage=train.zero_stage,
-                             schedule=ScheduleKind(train.schedule.value), adamw=adamw, lr=lr)
+        engine = TrainEngine(model, self._mesh(layout), head, self._options(layout, temperature),
+                             schedule=ScheduleKind(train.schedule.value), zero_stage=train.zero_stage, adamw=adamw,
+                             lr=lr)
         self._start(engine, path)
         return TrainedRole(engine, self._rows_at_once, train.micro_batch_size, self.reduction(), self._lane)
 
-    def _scoring(self, role: Role, head: Head, path: str | None) -> ScoringRole:
+    def _scoring(self, role: Role, head: Head, path: str | None, temperature: float = 1.0) -> ScoringRole:
         layout = role_layout(self.config, role, self.world.size)
-        engine = ForwardEngine(self.model(path), self._mesh(layout), head, self._options(layout))
+        engine = ForwardEngine(self.model(path), self._mesh(layout), head, self._options(layout, temperature))
         self._start(engine, path)
         return ScoringRole(engine, self._rows_at_once, self._lane)
 
@@ -189,17 +196,16 @@ class Builder:
     def _mesh(self, layout: LayoutConfig) -> Mesh:
         return Mesh(Grid.of(_layout(layout)), self.world)
 
-    def _options(self, layout: LayoutConfig) -> EngineOptions:
+    def _options(self, layout: LayoutConfig, temperature: float) -> EngineOptions:
         stages = tuple(layout.layers_per_stage) if layout.layers_per_stage else None
-        return EngineOptions(self.dtype, layout.sequence_parallel, stages,
-                             self.config.generation.temperature)
+        return EngineOptions(self.dtype, layout.sequence_parallel, stages, temperature)
 
     @property
     def _rows_at_once(self) -> int:
         return self.config.train.forward_micro_batch_size or self.config.train.micro_batch_size
 
     @property
-    def _lane(self) -> object:
+    def _lane(self) -> Lane:
         return self.trace.lane(TraceCategory.PIPELINE)
 
     def _critic_optimizer(self) -> OptimizerConfig:

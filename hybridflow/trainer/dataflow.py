@@ -18,20 +18,29 @@ from hybridflow.algorithms.losses import finish_metrics
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.batch import Batch
 from hybridflow.data.loader import TokenisedPrompt
-from hybridflow.engine.native import Output
+from hybridflow.engine.native import Output, Update
 from hybridflow.generation.records import SamplingParams
 from hybridflow.micro_batch import TokenColumns
 from hybridflow.models.decoder import HeadOutput
 from hybridflow.observe.phases import Phase, PhaseTimer
 from hybridflow.parallel.collectives import all_reduce
+from hybridflow.parallel.mesh import everyone
 from hybridflow.parallel.world import World
 from hybridflow.trainer.advantage import Advantages, Metrics
-from hybridflow.trainer.roles import ScoringRole, TrainedRole, Update, everyone
+from hybridflow.trainer.roles import ScoringRole, TrainedRole
 from hybridflow.trainer.rollout import Sampler
 
 
 class RewardSource(Protocol):
-    """Where scores come from."""
+    """Where scores come from.
+
+    Attributes:
+        right_score: that of a right answer, None where no answer is simply right.
+        last_fault: a sentence on the faults of the last call, None if there were none.
+    """
+
+    right_score: float | None
+    last_fault: str | None
 
     def score(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Tensor, Metrics]:
         """Scores `[rows]` fp64, equal on every rank, NaN where the reward failed; and metrics. Collective.
@@ -168,10 +177,11 @@ def score_moments(scores: Tensor) -> Metrics:
 
 POLICY_NAMES = {"loss": "policy/loss", "policy_loss": "policy/surrogate_loss", "clip_fraction": "policy/clip_fraction",
                 "approx_kl": "policy/approx_kl", "entropy": "policy/entropy", "kl": "policy/kl_reference",
-                "ratio": "policy/ratio_mean", "rollout_gap": "policy/log_prob_gap_mean"}
+                "ratio": "policy/ratio_mean", "dual_clip_fraction": "policy/dual_clip_fraction",
+                "kl_loss": "policy/kl_loss", "rollout_gap": "policy/log_prob_gap_mean"}
 CRITIC_NAMES = {"value_loss": "critic/loss", "value_clip_fraction": "critic/clip_fraction",
                 "value": "critic/value_mean", "return": "critic/return_mean",
-                "explained_variance": "critic/explained_variance"}
+                "value_error": "critic/value_error", "explained_variance": "critic/explained_variance"}
 OF_FIRST_UPDATE = ("policy/log_prob_gap_mean", "critic/value_mean", "critic/explained_variance")
 
 
@@ -187,12 +197,12 @@ def critic_metrics(updates: Sequence[Update]) -> Metrics:
 
 def _mean_metrics(updates: Sequence[Update], names: dict[str, str], role: str) -> Metrics:
     """Means over the updates of a step; what must be seen before any update is taken from the first."""
-    finished = [finish_metrics({name: torch.tensor(value) for name, value in u.sums.items()}) for u in updates]
+    finished = [finish_metrics(update.sums) for update in updates]
     metrics = {}
     for name, shown in names.items():
-        if name in finished[0]:
-            seen = finished[:1] if shown in OF_FIRST_UPDATE else finished
-            metrics[shown] = sum(one[name] for one in seen) / len(seen)
+        told = [one[name] for one in (finished[:1] if shown in OF_FIRST_UPDATE else finished) if name in one]
+        if told:
+            metrics[shown] = sum(told) / len(told)
     steps = [update.step for update in updates]
     metrics[f"{role}/grad_norm"] = sum(step.grad_norm for step in steps) / len(steps)
     metrics[f"{role}/lr"] = steps[-1].lr

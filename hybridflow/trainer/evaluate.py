@@ -21,12 +21,19 @@ class Evaluator:
         self.greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
 
     def __call__(self) -> dict[str, float]:
-        """Accuracy (full reward) and mean reward; a row whose reward failed counts as wrong. {} without prompts."""
+        """Mean reward, and the share of right answers where an answer can be right; {} without prompts.
+
+        Rows whose reward failed are counted and are in no mean.
+        """
         if not self.prompts:
             return {}
         with self.sampler.timer.phase(Phase.EVALUATE):
             rollout = self.sampler.sample(self.prompts, self.greedy, 1)
             scores, _ = self.rewards.score(rollout.batch, self.prompts)
-        right, known = scores >= 1.0 - 1e-9, scores[~scores.isnan()]
-        mean = known.mean().item() if known.numel() else float("nan")
-        return {"eval/accuracy": right.double().mean().item(), "eval/reward_mean": mean}
+        known = scores[~scores.isnan()]
+        metrics = {"eval/faults": float(len(scores) - len(known))}
+        if not len(known):
+            return metrics
+        if self.rewards.right_score is not None:
+            metrics["eval/accuracy"] = (known >= self.rewards.right_score).double().mean().item()
+        return metrics | {"eval/reward_mean": known.mean().item()}

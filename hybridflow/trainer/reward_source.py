@@ -32,8 +32,11 @@ class FunctionRewards:
     """Every rank scores the rows at its home.
 
     Attributes:
+        right_score: the reward of a right answer, less rounding.
         last_fault: what went wrong in the last `score`, the same sentence on every rank; None if nothing did.
     """
+
+    right_score = 1.0 - 1e-9
 
     def __init__(self, function: RewardFunction, tokenizer: Tokenizer, stop_ids: tuple[int, ...], world: World) -> None:
         self.function, self.tokenizer, self.stop_ids, self.world = function, tokenizer, stop_ids, world
@@ -77,6 +80,7 @@ class ModelRewards:
     """A sequence classifier scores every row at its last token. It has no faults to tell: `last_fault` is None."""
 
     last_fault: str | None = None
+    right_score: float | None = None  # its scores have no scale on which an answer is right
 
     def __init__(self, role: ScoringRole) -> None:
         self.role = role

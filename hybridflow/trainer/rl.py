@@ -30,7 +30,7 @@ class RLTrainer:
 
     Attributes:
         model: the actor's shape.
-        batch: the rollouts of the last step, None before the first.
+        prompts, batch: of the last step, None before the first.
         trace: records one step when it is started.
     """
 
@@ -47,11 +47,12 @@ class RLTrainer:
         self.roles = self._make_roles(builder)
         self.dataflow = Dataflow(self.roles, builder.advantages(), builder.actor_objective(),
                                  builder.critic_objective(), self._plan(), self.timer)
+        self.prompts: Sequence[TokenisedPrompt] = ()
         self.batch: Batch | None = None
 
     def _make_roles(self, builder: Builder) -> Roles:
         updates, wanted = rl_updates(self.config, self.world.size), roles(self.config)
-        actor = builder.actor(updates)
+        actor = builder.actor(updates, self.config.generation.temperature)
         return Roles(
             actor,
             Sampler(builder.hybrid(actor), self.config.train.seed, self.timer, self.trace.lane(TraceCategory.RESHARD)),
@@ -66,21 +67,24 @@ class RLTrainer:
 
     def step(self, prompts: Sequence[TokenisedPrompt]) -> Metrics:
         """One step on `prompts`, the same on every rank; metrics by name, the same on every rank but for times."""
+        self.prompts = prompts
         self.batch, metrics = self.dataflow.step(prompts)
         metrics |= self.timer.take()
         seconds = metrics["time/step"]
         return metrics | {"perf/tokens_per_second": self.batch.num_tokens / seconds,
                           "perf/samples_per_second": self.batch.num_rows / seconds}
 
-    def samples(self, prompts: Sequence[TokenisedPrompt], count: int) -> list[RolloutSample]:
-        """The first `count` rollouts of the last step, which was on `prompts`, in words and on every rank."""
-        assert self.batch is not None and self.batch.scores is not None
+    def samples(self, count: int) -> list[RolloutSample]:
+        """The first rollout of the first `count` prompts of the last step, in words and on every rank. Collective."""
+        batch, each = self.batch, self.config.generation.samples_per_prompt
+        assert batch is not None and batch.scores is not None
+        wanted = [prompt * each for prompt in range(min(count, len(self.prompts)))]
         mine = [(row, answer_text(self.tokenizer, sample.response, self.stop_ids))
-                for row, sample in zip(self.batch.home[self.world.rank], self.batch.samples) if row < count]
+                for row, sample in zip(batch.home[self.world.rank], batch.samples, strict=True) if row in wanted]
         answers = dict(pair for pairs in share_json(self.world, mine) for pair in pairs)
-        records = [prompts[group].record for group in self.batch.groups[:count]]
-        return [RolloutSample(prompt_text(record.prompt), answers[row], record.ground_truth,
-                              self.batch.scores[row].item()) for row, record in enumerate(records)]
+        records = [self.prompts[batch.groups[row]].record for row in wanted]
+        return [RolloutSample(prompt_text(record.prompt), answers[row], record.ground_truth, batch.scores[row].item())
+                for row, record in zip(wanted, records, strict=True)]
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Evaluator:
         """What asks the current actor `prompts`, greedily."""

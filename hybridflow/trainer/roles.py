@@ -14,12 +14,11 @@ from torch import Tensor
 
 from hybridflow.algorithms.reduction import GlobalCounts, LossReduction, loss_weights
 from hybridflow.batch import Batch, Rows, RowsOfRank, split_rows
-from hybridflow.engine.native import ForwardEngine, Loss, Output, TrainEngine
+from hybridflow.engine.native import ForwardEngine, Loss, Output, TrainEngine, Update
 from hybridflow.micro_batch import MicroBatch
 from hybridflow.models.decoder import HeadOutput
 from hybridflow.parallel.collectives import all_reduce
-from hybridflow.parallel.mesh import AxisGroup
-from hybridflow.parallel.optimizer import StepInfo
+from hybridflow.parallel.mesh import everyone
 from hybridflow.parallel.pipeline import Lane
 from hybridflow.parallel.world import World
 
@@ -49,7 +48,7 @@ class ScoringRole:
     def answer_tokens(self, batch: Batch) -> Tensor:
         """What the model says of each response token, brought home: `[response tokens of my home rows]`. Collective."""
         wanted = self.rows_of(range(batch.num_rows))
-        rows = batch.fetch(self.world, wanted)
+        rows = batch.fetch(self.world, wanted, with_columns=False)
         outputs = self.engine.forward(self._packed(rows, self.rows_at_once), self.lane)
         mine = [values(output) for output in outputs]
         answers = torch.cat(mine) if mine else self._nothing()
@@ -58,7 +57,7 @@ class ScoringRole:
     def score_rows(self, batch: Batch) -> Tensor:
         """What a score head says at each row's last token: `[rows]` fp64, the same on every rank. Collective."""
         wanted = self.rows_of(range(batch.num_rows))
-        rows = batch.fetch(self.world, wanted)
+        rows = batch.fetch(self.world, wanted, with_columns=False)
         micro_batches = [MicroBatch.pack_last_tokens(chunk.samples, device=self.engine.mesh.device,
                                                      multiple_of=self.engine.token_multiple)
                          for chunk in rows.chunks(self.rows_at_once) or [rows]]
@@ -91,14 +90,6 @@ class ScoringRole:
         return torch.zeros(0, dtype=dtype, device=self.engine.mesh.device)
 
 
-@dataclass(frozen=True)
-class Update:
-    """What one optimizer step of a role did: the loss's sums over the whole optimizer batch, and the step."""
-
-    sums: dict[str, float]
-    step: StepInfo
-
-
 class TrainedRole(ScoringRole):
     """A role that learns: actor, critic, or a model in supervised training."""
 
@@ -111,24 +102,22 @@ class TrainedRole(ScoringRole):
     def update(self, batch: Batch, rows: Sequence[int], loss: Loss) -> Update:
         """One optimizer step on `rows` of the batch, which may be ragged over replicas. Collective."""
         share = self.rows_of(rows)
-        lengths = [batch.response_lengths[row] for row in rows if batch.is_trained(row)]
+        lengths = [batch.response_lengths[row] for row in rows if batch.is_trained[row]]
         return self.learn(batch.fetch(self.world, share), response_counts(lengths), loss)
 
     def learn(self, mine: Rows, counts: GlobalCounts, loss: Loss) -> Update:
         """One optimizer step on this replica's rows; `counts` are those of all replicas. Collective.
 
         Tokens are trained where `loss_mask` says so, all where it is None. Where nothing is trained anywhere the step
-        is skipped.
+        is skipped, and that is counted.
         """
         lengths = tuple(len(sample.response) for sample in mine.samples)
         mask = mine.columns.loss_mask
         mask = self._nothing().new_ones(sum(lengths)) if mask is None else mask
         weight = self.reduction.weights(mask, lengths, counts)
         weighted = Rows(mine.samples, mine.columns.with_columns(weight=weight))
-        sums = self.trainer.accumulate(self._packed(weighted, self.micro_batch_size), loss, self.lane)
-        if counts.tokens == 0:
-            return Update(sums, StepInfo(0.0, 0.0, skipped=True))
-        return Update(sums, self.trainer.step())
+        return self.trainer.train(self._packed(weighted, self.micro_batch_size), loss, skip=counts.tokens == 0,
+                                  trace=self.lane)
 
 
 def response_counts(response_lengths: Sequence[int]) -> GlobalCounts:
@@ -144,9 +133,4 @@ def values(output: Output) -> Tensor:
 def sum_over_world(x: Tensor, world: World) -> Tensor:
     """Sum over all ranks, in place."""
     return all_reduce(x, everyone(world))
-
-
-def everyone(world: World) -> AxisGroup:
-    """All ranks as one group."""
-    return AxisGroup(tuple(range(world.size)), world.rank, world.everyone)
 

@@ -19,10 +19,10 @@ from hybridflow.hybrid_engine import HybridEngine
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.observe.phases import Phase, PhaseTimer
 from hybridflow.parallel.collectives import all_reduce
-from hybridflow.parallel.mesh import Grid, Mesh
+from hybridflow.parallel.mesh import Grid, Mesh, everyone
 from hybridflow.parallel.pipeline import Lane
 from hybridflow.parallel.world import World
-from hybridflow.trainer.roles import everyone, sum_over_world
+from hybridflow.trainer.roles import sum_over_world
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,13 @@ class Sampler:
 
     def reshard_metrics(self) -> dict[str, float]:
         """What the last reshard cost: bytes of all ranks, seconds of the slowest. Collective."""
-        report = self.hybrid.last_report
-        received = sum_over_world(torch.tensor(float(report.received_bytes), dtype=torch.float64), self.world)
-        slowest = all_reduce(torch.tensor(report.seconds, dtype=torch.float64), everyone(self.world), dist.ReduceOp.MAX)
-        return {"reshard/received_bytes": received.item(), "reshard/seconds": slowest.item()}
+        report, device = self.hybrid.last_report, self.world.device
+        counted = torch.tensor([report.received_bytes, report.lower_bound_bytes], dtype=torch.int64, device=device)
+        seconds = torch.tensor(report.seconds, dtype=torch.float64, device=device)
+        received, bound = sum_over_world(counted, self.world).tolist()
+        slowest = all_reduce(seconds, everyone(self.world), dist.ReduceOp.MAX).item()
+        return {"reshard/received_bytes": float(received), "reshard/lower_bound_bytes": float(bound),
+                "reshard/seconds": slowest}
 
 
 def answer(generator: Generator, mesh: Mesh, prompts: Sequence[TokenisedPrompt], params: SamplingParams, *,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hybridflow.config.load import to_tree, to_yaml
 from hybridflow.config.schema import Config
+from hybridflow.observe.phases import PhaseTimer
 from hybridflow.observe.progress import open_console
 from hybridflow.observe.run_view import RunView, ViewOptions
 from hybridflow.observe.samples import RolloutSample
@@ -29,21 +30,24 @@ class RunParts:
 
     Attributes:
         step: takes the next data, gives metrics.
-        evaluate: held-out metrics, {} where there are none.
         export: writes the model to a folder.
+        trace, timer: the trainer's; one step is traced, and evaluations are timed.
+        grid: the actor's training grid, for the names of lanes.
+        evaluate: held-out metrics; None never evaluates.
         samples: some of the last step's work in words.
-        trace: recorded in the step that the config chooses.
-        timing: metrics of what was timed since the last call (the evaluation's, when a step has taken its own).
-        grid: the actor's training grid, for names of lanes.
+        trouble: a sentence on what went wrong in the last step, None if nothing did.
+        stop_at_accuracy: held-out accuracy at which the run is over; None does every step.
     """
 
     step: Callable[[], Metrics]
-    evaluate: Callable[[], Metrics]
     export: Callable[[Path], None]
     trace: Trace
+    timer: PhaseTimer
     grid: Grid
-    timing: Callable[[], Metrics]
+    evaluate: Callable[[], Metrics] | None = None
     samples: Callable[[], list[RolloutSample]] = field(default=lambda: [])
+    trouble: Callable[[], str | None] = field(default=lambda: None)
+    stop_at_accuracy: float | None = None
 
 
 class Run:
@@ -65,9 +69,11 @@ class Run:
     def fit(self, parts: RunParts) -> None:
         """Do every step, then export and draw. Whatever happens, files are closed."""
         try:
-            self._evaluate_first(parts)
+            if parts.evaluate is not None:
+                self.view.before_training(self._evaluate(parts))
             for step in range(1, self.total_steps + 1):
-                self._step(parts, step)
+                if self._step(parts, step):
+                    break
             if self.config.checkpoint.export_at_end:
                 self._export(parts, self.folder / "export")
         except BaseException:
@@ -75,50 +81,47 @@ class Run:
             raise
         self.view.finish()
 
-    def _evaluate_first(self, parts: RunParts) -> None:
-        if self.config.evaluation.every_steps is None:
-            return
-        metrics = parts.evaluate()
-        if metrics:
-            self.view.before_training(metrics | _evaluation_time(parts))
-
-    def _step(self, parts: RunParts, step: int) -> None:
-        traced = self.config.logging.trace_step == step
-        if traced:
-            parts.trace.start()
-        metrics = parts.step()
-        if traced:
-            parts.trace.stop()
-            self._write_trace(parts)
-        every = self.config.evaluation.every_steps
-        if every is not None and (step % every == 0 or step == self.total_steps):
-            metrics |= parts.evaluate()
-            metrics |= _evaluation_time(parts)
+    def _step(self, parts: RunParts, step: int) -> bool:
+        """One step and what goes with it; whether the run is over."""
+        metrics = self._traced(parts) if self.config.logging.trace_step == step else parts.step()
+        evaluates = parts.evaluate is not None and self._is_due(step, self.config.evaluation.every_steps, at_end=True)
+        if evaluates:
+            metrics |= self._evaluate(parts)
         self.view.step(step, metrics)
-        self.view.samples(step, parts.samples())
-        if self._exports_at(step):
+        trouble = parts.trouble()
+        if trouble is not None:
+            self.view.say(f"Step {step}: {trouble}")
+        self.view.samples(step, parts.samples(), shown=evaluates or step == 1)
+        if self._is_due(step, self.config.checkpoint.export_every_steps):
             self._export(parts, self.folder / f"export_step{step}")
+        wanted = parts.stop_at_accuracy
+        if wanted is None or metrics.get("eval/accuracy", -1.0) < wanted:
+            return False
+        self.view.say(f"Held-out accuracy has reached {wanted}: {step} of {self.total_steps} steps were needed.")
+        return True
 
-    def _exports_at(self, step: int) -> bool:
-        every = self.config.checkpoint.export_every_steps
-        return every is not None and step % every == 0
+    def _is_due(self, step: int, every: int | None, *, at_end: bool = False) -> bool:
+        return every is not None and (step % every == 0 or (at_end and step == self.total_steps))
+
+    def _evaluate(self, parts: RunParts) -> Metrics:
+        """Held-out metrics and the seconds that they took; what else was timed is the step's, which has been taken."""
+        assert parts.evaluate is not None
+        metrics, timed = parts.evaluate(), parts.timer.take()
+        return metrics | ({"time/evaluate": timed["time/evaluate"]} if metrics else {})
 
     def _export(self, parts: RunParts, folder: Path) -> None:
         parts.export(folder)
         self.view.say(f"Exported to {folder}")
 
-    def _write_trace(self, parts: RunParts) -> None:
+    def _traced(self, parts: RunParts) -> Metrics:
+        """A step with its trace written: a lane for each rank."""
+        parts.trace.start()
+        metrics = parts.step()
+        parts.trace.stop()
         events = gather_events(self.world, parts.trace)
-        if events is None:
-            return
-        places = {rank: parts.grid.coord(rank) for rank in range(self.world.size)}
-        labels = {rank: f"tp {at.tp}, dp {at.dp}, pp {at.pp}" for rank, at in places.items()}
-        write_trace(events, self.folder / "trace.json", labels)
-        self.view.say(f"Trace of this step: {self.folder / 'trace.json'} (open it in Perfetto)")
-
-
-
-def _evaluation_time(parts: RunParts) -> Metrics:
-    """The evaluation's seconds; the rest of what was timed is the step's, which has been taken."""
-    timed = parts.timing()
-    return {"time/evaluate": timed["time/evaluate"]} if "time/evaluate" in timed else {}
+        if events is not None:
+            places = {rank: parts.grid.coord(rank) for rank in range(self.world.size)}
+            labels = {rank: f"tp {at.tp}, dp {at.dp}, pp {at.pp}" for rank, at in places.items()}
+            write_trace(events, self.folder / "trace.json", labels)
+            self.view.say(f"Trace of this step: {self.folder / 'trace.json'} (open it in Perfetto)")
+        return metrics

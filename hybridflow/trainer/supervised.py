@@ -18,6 +18,7 @@ from hybridflow.observe.phases import Phase, PhaseTimer
 from hybridflow.observe.trace import Trace, TraceCategory, settle_device
 from hybridflow.parallel.world import World
 from hybridflow.trainer.build import Builder
+from hybridflow.trainer.dataflow import RewardSource
 from hybridflow.trainer.evaluate import Evaluator
 from hybridflow.trainer.export import export_actor
 from hybridflow.trainer.roles import response_counts
@@ -35,7 +36,8 @@ class SupervisedTrainer:
         self.builder = Builder(config, world, tokenizer, self.trace)
         self.model = self.builder.actor_model()
         self.stop_ids = self.builder.stop_ids(self.model)
-        self.actor = self.builder.actor(config.sft.steps)
+        self.actor = self.builder.actor(config.sft.steps, temperature=1.0)
+        self.rewards: RewardSource | None = None
 
     def step(self, examples: Sequence[SftExample]) -> dict[str, float]:
         """One optimizer step on `examples`, the same on every rank."""
@@ -55,7 +57,13 @@ class SupervisedTrainer:
         """What asks the current actor `prompts`, greedily, on the generation layout."""
         sampler = Sampler(self.builder.hybrid(self.actor), self.config.train.seed, self.timer,
                           self.trace.lane(TraceCategory.RESHARD))
-        return Evaluator(sampler, self.builder.rewards(self.stop_ids), prompts, self.builder.sampling(self.stop_ids))
+        self.rewards = self.builder.rewards(self.stop_ids)
+        return Evaluator(sampler, self.rewards, prompts, self.builder.sampling(self.stop_ids))
+
+    def close(self) -> None:
+        """End the workers of the reward function, if any."""
+        if self.rewards is not None:
+            self.rewards.close()
 
     def export(self, folder: Path) -> None:
         """Write the model and its tokenizer in Hugging Face's form."""

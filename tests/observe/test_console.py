@@ -119,7 +119,7 @@ def test_samples_are_shown_safely_and_kept_whole(tmp_path):
     out, path = console(terminal=True), tmp_path / "samples.jsonl"
     log = SampleLog(path, out, resume=False)
     hostile = "[bold red]not markup[/bold red] [/] \x1b]0;title\x07" + "x" * 500
-    log.show(7, [RolloutSample("2+2=\n", hostile, "4", 1.0), RolloutSample("?", "", None, math.nan)])
+    log.take(7, [RolloutSample("2+2=\n", hostile, "4", 1.0), RolloutSample("?", "", None, math.nan)])
     log.close()
     text = out.file.getvalue()
     assert "Rollouts of step 7" in text
@@ -133,5 +133,5 @@ def test_samples_are_shown_safely_and_kept_whole(tmp_path):
 
 def test_no_samples_no_table(tmp_path):
     out = console()
-    SampleLog(tmp_path / "s.jsonl", out, resume=False).show(1, [])
+    SampleLog(tmp_path / "s.jsonl", out, resume=False).take(1, [])
     assert out.file.getvalue() == ""

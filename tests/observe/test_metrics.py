@@ -42,7 +42,7 @@ def test_table_is_sound():
 
 @pytest.mark.parametrize("name", [
     "reward/mean", "reward/std", "rollout/response_tokens_mean", "rollout/finished_fraction", "policy/loss",
-    "policy/clip_fraction", "policy/approx_kl", "policy/entropy", "policy/kl_reference", "policy/ratio_max",
+    "policy/clip_fraction", "policy/approx_kl", "policy/entropy", "policy/kl_reference", "policy/ratio_mean",
     "policy/log_prob_gap_max", "policy/log_prob_gap_mean", "policy/grad_norm", "policy/lr", "critic/loss",
     "critic/value_mean", "critic/explained_variance", "critic/grad_norm", "advantage/mean", "advantage/std",
     "eval/accuracy", "time/step", "perf/tokens_per_second", "perf/samples_per_second", "reshard/received_bytes",

@@ -97,7 +97,8 @@ def test_summary_speaks_of_trouble():
     rows[1] |= {"policy/loss": None, "reward/faults_timeout": 2.0, "train/skipped_steps": 0.0}
     rows[2] |= {"reward/faults_raised": 1.0, "train/skipped_steps": 1.0, "policy/log_prob_gap_max": 3e-6}
     words = summarise(rows)
-    assert words.endswith("Look into this: optimizer steps skipped for a non-finite gradient norm: 1; rollouts that "
+    assert words.endswith("Look into this: optimizer steps skipped (gradient norm not finite, or nothing to "
+                              "train on): 1; rollouts that "
                           "the reward function failed on: 3; logged values that were not finite: 1.")
     assert "and generation and training log-probs differed by 3.0e-06 at most." in words
 
