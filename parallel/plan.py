@@ -5,6 +5,7 @@ Pure planning. Every rank computes the same plan from the two shard maps alone; 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
@@ -44,13 +45,14 @@ class TransferPlan:
             ValueError: canonical shapes differ, or a destination box that no rank holds (all are listed).
         """
         _check_shapes(src, dst)
-        holders = _holders(src)
+        holders = {name: _RowIndex(boxes) for name, boxes in _holders(src).items()}
+        nothing = _RowIndex({})
         sent: Counter[int] = Counter()
         copies: list[Copy] = []
         lost: list[str] = []
         for rank in dst.ranks:
             for box, shards in _places(dst, rank).items():
-                found, missing = _sources(box, rank, holders[box.name], sent)
+                found, missing = _sources(box, rank, holders.get(box.name, nothing), sent)
                 copies += [Copy(source, rank, part, shard, shards) for source, part, shard in found]
                 lost += [f"{part.name}[{part.lo}:{part.hi}] wanted by rank {rank}" for part in missing]
         if lost:
@@ -76,11 +78,13 @@ class TransferPlan:
 
 def lower_bound_numel(src: ShardMap, dst: ShardMap, rank: int) -> int:
     """Elements of the destination boxes of `rank` that it does not hold in `src`: no plan can receive fewer."""
-    total = 0
+    total, held = 0, defaultdict(set)
+    for shard in src.shards(rank):
+        held[shard.box.name].add(shard.box)
     for box in {shard.box for shard in dst.shards(rank)}:
         missing = [box]
-        for held in {shard.box for shard in src.shards(rank)}:
-            missing = [rest for part in missing for rest in part.subtract(held)]
+        for mine in held[box.name]:
+            missing = [rest for part in missing for rest in part.subtract(mine)]
         total += sum(part.numel for part in missing)
     return total
 
@@ -108,21 +112,67 @@ def _places(dst: ShardMap, rank: int) -> dict[Box, tuple[Shard, ...]]:
     return places
 
 
-def _sources(box: Box, rank: int, holders: dict[Box, dict[int, Shard]],
-             sent: Counter[int]) -> tuple[list[tuple[int, Box, Shard]], list[Box]]:
+@dataclass(frozen=True)
+class _Held:
+    """A distinct source box, the ranks that hold it with their shards, and its place among those of its tensor."""
+
+    place: int
+    box: Box
+    ranks: dict[int, Shard]
+
+
+class _RowIndex:
+    """The distinct source boxes of one tensor, found by their extent along the first dim.
+
+    Boxes are dealt to lanes in which no two share a row, so that each lane is sorted by both ends. A table of whole
+    rows that are held once has one lane; a tensor cut by columns has one for each cut.
+    """
+
+    def __init__(self, boxes: dict[Box, dict[int, Shard]]) -> None:
+        self.lanes: list[tuple[list[int], list[_Held]]] = []  # ends along the first dim, and boxes
+        held = [_Held(place, box, ranks) for place, (box, ranks) in enumerate(boxes.items())]
+        for each in sorted(held, key=lambda each: each.box.lo[0]):
+            lane = next((lane for lane in self.lanes if lane[0][-1] <= each.box.lo[0]), None)
+            if lane is None:
+                self.lanes.append(lane := ([], []))
+            lane[0].append(each.box.hi[0])
+            lane[1].append(each)
+
+    def near(self, box: Box, rank: int) -> list[_Held]:
+        """The boxes that share rows with `box`, those that `rank` holds first, else in the order of the source map."""
+        found: list[_Held] = []
+        for ends, lane in self.lanes:
+            first = bisect_right(ends, box.lo[0])
+            last = first
+            while last < len(lane) and lane[last].box.lo[0] < box.hi[0]:
+                last += 1
+            found += lane[first:last]
+        return sorted(found, key=lambda each: (rank not in each.ranks, each.place))
+
+
+def _sources(box: Box, rank: int, held: _RowIndex, sent: Counter[int]) -> tuple[list[tuple[int, Box, Shard]], list[Box]]:
     """Cover `box` by parts of source boxes, what `rank` holds itself first; also what stays uncovered."""
+    parts, missing = _cover(box, held.near(box, rank), len(held.lanes) == 1)
     found: list[tuple[int, Box, Shard]] = []
-    missing = [box]
-    for source_box, ranks in sorted(holders.items(), key=lambda item: rank not in item[1]):
-        if not missing:
-            break
-        rest: list[Box] = []
-        for part in missing:
-            common = part.intersect(source_box)
-            rest += part.subtract(source_box)
-            if common is not None:
-                source = rank if rank in ranks else min(ranks, key=lambda r: (sent[r], abs(r - rank), r))
-                sent[source] += common.numel * (source != rank)
-                found.append((source, common, ranks[source]))
-        missing = rest
+    for each, part in parts:
+        source = rank if rank in each.ranks else min(each.ranks, key=lambda r: (sent[r], abs(r - rank), r))
+        sent[source] += part.numel * (source != rank)
+        found.append((source, part, each.ranks[source]))
     return found, missing
+
+
+def _cover(box: Box, near: list[_Held], disjoint: bool) -> tuple[list[tuple[_Held, Box]], list[Box]]:
+    """Parts of `box`, each with the first of `near` that has it, and what none has.
+
+    Peeling one source box after another off what is left is quadratic in their number. Where they are known to be
+    `disjoint` and cover the box, each gives its whole intersection.
+    """
+    if disjoint:
+        parts = [(each, part) for each in near if (part := box.intersect(each.box)) is not None]
+        if sum(part.numel for _, part in parts) == box.numel:
+            return parts, []
+    parts, missing = [], [box]
+    for each in near:
+        parts += [(each, common) for part in missing if (common := part.intersect(each.box)) is not None]
+        missing = [rest for part in missing for rest in part.subtract(each.box)]
+    return parts, missing
