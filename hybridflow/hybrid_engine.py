@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridflow.engine.native import TrainEngine
-from hybridflow.generation.engine import Generator
+from hybridflow.generation.engine import DEFAULT_LIMITS, GenerationLimits, Generator
 from hybridflow.generation.weight_layout import lay_out_for_decoding
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage
@@ -45,7 +45,8 @@ class HybridEngine:
         last_report: of the last `fill`.
     """
 
-    def __init__(self, train: TrainEngine, mesh: Mesh, *, bucket_bytes: int) -> None:
+    def __init__(self, train: TrainEngine, mesh: Mesh, *, bucket_bytes: int,
+                 limits: GenerationLimits = DEFAULT_LIMITS) -> None:
         """`mesh` is the generation mesh; `bucket_bytes` bounds what is in flight while weights move."""
         self.train, self.mesh, self.bucket_bytes = train, mesh, bucket_bytes
         self._dtype = train.options.dtype
@@ -56,7 +57,7 @@ class HybridEngine:
         self.stage = generation_stage(model, mesh, self._dtype)
         self.stage.requires_grad_(False)
         self._shapes = {name: param.shape for name, param in self.stage.named_parameters()}
-        self.generator = Generator(self.stage, mesh, model)
+        self.generator = Generator(self.stage, mesh, model, limits)
         self.free()
         self.last_report = ReshardReport(0.0, 0, self._lower_bound)
 

@@ -25,7 +25,7 @@ def run(config: Config) -> None:
 
     The tensors keep their dtype, unless train.mixed_precision is bf16 or fp64.
     """
-    world = World.from_env()
+    world = World.from_env(config.train.timeout_s)
     try:
         folder = Path(config.logging.dir) / "export"
         _export(config, world, folder)

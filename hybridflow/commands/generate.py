@@ -21,7 +21,7 @@ from hybridflow.trainer.rollout import answer
 
 def run(config: Config) -> None:
     """Answer evaluation.prompts held-out prompts into logging.dir/generations.jsonl. Collective."""
-    world = World.from_env()
+    world = World.from_env(config.train.timeout_s)
     try:
         rows = _answers(config, world)
         if world.rank == 0:

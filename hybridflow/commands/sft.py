@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from hybridflow.config.batch_math import sft_line
@@ -18,25 +19,30 @@ from hybridflow.trainer.supervised import SupervisedTrainer
 
 def run(config: Config) -> None:
     """Train, evaluate and export as `config` says. Collective over the launched ranks."""
-    world = World.from_env()
-    try:
+    with closing(World.from_env(config.train.timeout_s)) as world:
         _run(config, world)
-    finally:
-        world.close()
 
 
 def _run(config: Config, world: World) -> None:
     records = read_records(config, world)
     tokenizer = _tokenizer(config, records, world)
     whole = Run(config, world, f"supervised training, world size {world.size}", config.sft.steps)
-    trainer = SupervisedTrainer(config, world, tokenizer)
+    with closing(SupervisedTrainer(config, world, tokenizer)) as trainer:
+        _fit(trainer, whole, records)
+
+
+def _fit(trainer: SupervisedTrainer, whole: Run, records: DataSplit) -> None:
+    config, tokenizer = trainer.config, trainer.tokenizer
     loader = SftLoader(sft_pairs(records.train), tokenizer, config.train.global_batch_size, config.train.seed,
                        config.data.shuffle, config.data.max_prompt_length + config.generation.max_new_tokens,
                        Overlong(config.data.overlong.value), trainer.model.vocab_size)
-    whole.view.say(sft_line(config, world.size))
-    evaluate = trainer.evaluator(held_out_prompts(config, records, tokenizer, trainer.model.vocab_size))
-    whole.fit(RunParts(step=lambda: trainer.step(next(loader)), evaluate=evaluate, export=trainer.export,
-                       trace=trainer.trace, grid=trainer.actor.engine.mesh.grid, timer=trainer.timer))
+    whole.view.say(sft_line(config, trainer.world.size))
+    held_out = held_out_prompts(config, records, tokenizer, trainer.model.vocab_size)
+    whole.fit(RunParts(
+        step=lambda: trainer.step(next(loader)), export=trainer.export, trace=trainer.trace, timer=trainer.timer,
+        grid=trainer.actor.engine.mesh.grid, stop_at_accuracy=config.sft.stop_at_accuracy,
+        evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
+    ))
 
 
 def _tokenizer(config: Config, records: DataSplit, world: World) -> Tokenizer:

@@ -15,7 +15,7 @@ from hybridflow.trainer.run import Run, RunParts
 
 def run(config: Config) -> None:
     """Train, evaluate and export as `config` says. Collective over the launched ranks."""
-    with closing(World.from_env()) as world:
+    with closing(World.from_env(config.train.timeout_s)) as world:
         tokenizer = open_tokenizer(config.model.tokenizer or config.model.path)
         records = read_records(config, world)
         title = f"{config.algorithm.name.value}, world size {world.size}"

@@ -8,6 +8,7 @@ and freeing them, is the caller's business.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,34 @@ class StaleWeightsError(RuntimeError):
     """The generation weights are not of the version that the caller expects."""
 
 
+@dataclass(frozen=True)
+class GenerationLimits:
+    """Bounds on what is at work at once: memory and speed, never a token. They are fixed numbers and not what happens
+    to be free, so that a run with the same seed forms the same batches.
+
+    Attributes:
+        max_batch_rows: rows that decode together.
+        max_cache_bytes: of one rank. Fewer rows decode together where full rows of the longest prompt would need more;
+            one row is always taken.
+        max_prefill_tokens: prompt tokens of one prefill; one longer prompt is still taken, alone.
+
+    Raises:
+        ValueError: a limit is below 1.
+    """
+
+    max_batch_rows: int = 256
+    max_cache_bytes: int = 4 << 30
+    max_prefill_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        faults = [f"{name} is {value}; it must be at least 1" for name, value in vars(self).items() if value < 1]
+        if faults:
+            raise ValueError("generation: " + "; ".join(faults))
+
+
+DEFAULT_LIMITS = GenerationLimits()
+
+
 class Generator:
     """Samples from a decoder that is whole on each replica: any tp, pp 1, dp what is left.
 
@@ -39,37 +68,22 @@ class Generator:
         weight_version: set by whoever loads weights into the stage; None until then.
     """
 
-    def __init__(self, stage: DecoderStage, mesh: Mesh, config: ModelConfig, *, max_batch_rows: int = 256,
-                 max_cache_bytes: int = 4 << 30, max_prefill_tokens: int = 8192) -> None:
-        """The limits are memory and speed, never a token. They are fixed numbers and not what happens to be free, so
-        that a run with the same seed forms the same batches.
-
-        Args:
-            stage: the whole model (pp 1), not sequence parallel.
-            mesh: the generation mesh.
-            max_batch_rows: rows that decode together.
-            max_cache_bytes: of this rank. Fewer rows decode together where full rows of the longest prompt would
-                need more; one row is always taken.
-            max_prefill_tokens: prompt tokens of one prefill; one longer prompt is still taken, alone.
+    def __init__(self, stage: DecoderStage, mesh: Mesh, config: ModelConfig,
+                 limits: GenerationLimits = DEFAULT_LIMITS) -> None:
+        """`stage` is the whole model (pp 1), not sequence parallel; `mesh` is the generation mesh.
 
         Raises:
-            ValueError: the mesh has pipeline stages, the stage is sequence parallel, or a limit is below 1.
+            ValueError: the mesh has pipeline stages, or the stage is sequence parallel.
         """
         if mesh.layout.pp != 1:
             raise ValueError(f"generation layout {mesh.layout}: pp is {mesh.layout.pp}; it must be 1")
         if stage.sequence_parallel:
             raise ValueError("generation stage: sequence_parallel is on; a step has too few tokens to cut, turn it off")
-        limits = {"max_batch_rows": max_batch_rows, "max_cache_bytes": max_cache_bytes,
-                  "max_prefill_tokens": max_prefill_tokens}
-        faults = [f"{name} is {value}; it must be at least 1" for name, value in limits.items() if value < 1]
-        if faults:
-            raise ValueError("generation: " + "; ".join(faults))
         self.stage = stage
         self.weight_version: int | None = None
         self._mesh = mesh
         self._config = config
-        self._max_batch_rows, self._max_cache_bytes = max_batch_rows, max_cache_bytes
-        self._max_prefill_tokens = max_prefill_tokens
+        self._limits = limits
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int,
                  expected_version: int | None = None) -> list[Completion]:
@@ -93,8 +107,8 @@ class Generator:
         _check_requests(prompts, params, self._config)
         shape = self._cache_shape()
         longest = max((len(prompt.ids) for prompt in prompts), default=0) + params.max_new_tokens
-        rows = min(self._max_batch_rows, max(1, self._max_cache_bytes // (longest * shape.bytes_per_token)))
-        limits = Limits(rows, self._max_prefill_tokens)
+        rows = max(1, self._limits.max_cache_bytes // (longest * shape.bytes_per_token))
+        limits = Limits(min(self._limits.max_batch_rows, rows), self._limits.max_prefill_tokens)
         with torch.inference_mode():
             return _Rollout(self.stage, self._mesh.tp, shape, prompts, params, seed, limits).run()
 

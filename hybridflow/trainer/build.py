@@ -21,7 +21,7 @@ from hybridflow.config.shapes import spec_decoder
 from hybridflow.config.words import AlgorithmName, KLWhere, MixedPrecision
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.engine.native import EngineOptions, ForwardEngine, ScheduleKind, TrainEngine
-from hybridflow.generation.engine import Generator
+from hybridflow.generation.engine import GenerationLimits, Generator
 from hybridflow.generation.records import SamplingParams
 from hybridflow.generation.weight_layout import lay_out_for_decoding
 from hybridflow.hybrid_engine import HybridEngine, generation_grid, generation_stage
@@ -109,14 +109,15 @@ class Builder:
         shard_map = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
         load_hf(self.config.model.path, storages, shard_map, self.world.rank)
         lay_out_for_decoding(stage)
-        return Generator(stage, mesh, model), mesh
+        return Generator(stage, mesh, model, self._limits), mesh
 
     def hybrid(self, actor: TrainedRole) -> HybridEngine:
         """The actor's generator, on the ranks that have to receive least."""
         grid = generation_grid(actor.engine.shard_map, actor.engine.mesh.grid, actor.engine.model,
                                self.config.generation.layout.tp)
         return HybridEngine(actor.trainer, Mesh(grid, self.world),
-                            bucket_bytes=self.config.generation.reshard_bucket_mb * MIB)
+                            bucket_bytes=self.config.generation.reshard_bucket_mb * MIB,
+                            limits=self._limits)
 
     def rewards(self, stop_ids: tuple[int, ...]) -> FunctionRewards | ModelRewards:
         """The reward model if there is one, else the reward function, else the tasks' own scorer."""
@@ -199,6 +200,12 @@ class Builder:
     def _options(self, layout: LayoutConfig, temperature: float) -> EngineOptions:
         stages = tuple(layout.layers_per_stage) if layout.layers_per_stage else None
         return EngineOptions(self.dtype, layout.sequence_parallel, stages, temperature)
+
+    @property
+    def _limits(self) -> GenerationLimits:
+        generation = self.config.generation
+        limits = GenerationLimits(max_cache_bytes=generation.kv_cache_mb * MIB)
+        return limits if generation.max_rows is None else replace(limits, max_batch_rows=generation.max_rows)
 
     @property
     def _rows_at_once(self) -> int:

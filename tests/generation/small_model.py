@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.generation.engine import Generator
+from hybridflow.generation.engine import GenerationLimits, Generator
 from hybridflow.generation.records import Completion, Prompt
 from hybridflow.micro_batch import MicroBatch, Sample
 from hybridflow.models.config import Family, Head, ModelConfig
@@ -34,7 +34,7 @@ def make_generator(world: World | None = None, layout: Layout = ONE_PROCESS, *, 
     stage = DecoderStage(config, mesh, Head.LANGUAGE_MODEL, layers=range(config.num_layers), sequence_parallel=False,
                          dtype=dtype, with_embedding=True, with_head=True)
     set_weights(stage, mesh.grid, world.rank, config, seed)
-    return Generator(stage, mesh, config, **limits)
+    return Generator(stage, mesh, config, GenerationLimits(**limits))
 
 
 def set_weights(stage: DecoderStage, grid: Grid, rank: int, config: ModelConfig, seed: int) -> None:
