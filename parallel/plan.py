@@ -150,7 +150,8 @@ class _RowIndex:
         return sorted(found, key=lambda each: (rank not in each.ranks, each.place))
 
 
-def _sources(box: Box, rank: int, held: _RowIndex, sent: Counter[int]) -> tuple[list[tuple[int, Box, Shard]], list[Box]]:
+def _sources(box: Box, rank: int, held: _RowIndex,
+             sent: Counter[int]) -> tuple[list[tuple[int, Box, Shard]], list[Box]]:
     """Cover `box` by parts of source boxes, what `rank` holds itself first; also what stays uncovered."""
     parts, missing = _cover(box, held.near(box, rank), len(held.lanes) == 1)
     found: list[tuple[int, Box, Shard]] = []
