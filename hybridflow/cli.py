@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 from hybridflow import __version__
 from hybridflow.config.check import checked_config
+from hybridflow.config.command import Command
 from hybridflow.config.describe import key_table
 from hybridflow.config.faults import ConfigError
-from hybridflow.config.validate import Command
 from hybridflow.parallel.place import launched_place
 
 EXIT_CONFIG = 2  # argparse's own code for a wrong command line

@@ -5,14 +5,16 @@ Owns the order of the checks and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault, require_none
 from hybridflow.config.files import missing_files
 from hybridflow.config.load import Source, Tree, read_tree, source_name, typed
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import shape_faults
-from hybridflow.config.validate import Command, validate
+from hybridflow.config.unread import unread_keys
+from hybridflow.config.validate import validate
 
 
 def checked_config(source: Source, overrides: Sequence[str], world_size: int, command: Command) -> Config:
@@ -23,6 +25,8 @@ def checked_config(source: Source, overrides: Sequence[str], world_size: int, co
             of a config that has none of these, layouts in which the models cannot be cut.
     """
     tree, faults = read_tree(source, overrides)
+    if command in (Command.GENERATE, Command.EXPORT):
+        faults += _overridden(overrides, unread_keys(typed(tree)[0], command))
     return checked_tree(source_name(source), tree, faults, world_size, command)
 
 
@@ -38,6 +42,14 @@ def checked_tree(name: str, tree: Tree, faults: list[Fault], world_size: int, co
     found += [fault for fault in value_faults(config, world_size, command) if fault.key not in reported]
     require_none(name, found or shape_faults(config, world_size, command))
     return config
+
+
+def _overridden(overrides: Sequence[str], faults: Iterable[Fault]) -> list[Fault]:
+    """The faults of keys that an override names, by itself or within a block."""
+    named = [override.partition("=")[0].strip() for override in overrides]
+    return [fault for fault in faults
+            if any(fault.key == key or fault.key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{fault.key}.")
+                   for key in named)]
 
 
 def require_valid(name: str, config: Config, world_size: int, command: Command) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault
 from hybridflow.config.schema import Config
-from hybridflow.config.validate import Command
+
+TRAINED_TOKENIZER = "tokenizer.model"
 
 
 def missing_files(config: Config, command: Command) -> list[Fault]:
@@ -21,7 +23,7 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
     faults += _tokenizer(config, command)
     if command is not Command.API:
         faults += _data(config)
-    if command in (Command.TRAIN, Command.API):
+    if command in (Command.TRAIN, Command.API, Command.SFT):
         faults += _reward_function(config.reward.function)
     return faults
 
@@ -30,6 +32,7 @@ def _models(config: Config, command: Command) -> Iterator[Fault]:
     named = {"model.path": config.model.path}
     if command in (Command.TRAIN, Command.API):
         named["model.critic.path"] = config.model.critic.path
+    if command in (Command.TRAIN, Command.API, Command.SFT):
         named["model.reward_model.path"] = config.model.reward_model.path
     for key, path in named.items():
         if path is not None and not (Path(path) / "config.json").is_file():
@@ -39,10 +42,14 @@ def _models(config: Config, command: Command) -> Iterator[Fault]:
 
 def _tokenizer(config: Config, command: Command) -> Iterator[Fault]:
     path = config.model.tokenizer
-    makes_it = command is Command.SFT and config.sft.tokenizer_vocab_size is not None
-    if path is not None and not makes_it and not Path(path).exists():
+    if path is None or Path(path).exists():
+        return
+    if command is not Command.SFT or config.sft.tokenizer_vocab_size is None:
         yield Fault("model.tokenizer", path, "no such file or folder",
                     "give a sentencepiece .model file or a Hugging Face folder")
+    elif Path(path).name != TRAINED_TOKENIZER:
+        yield Fault("model.tokenizer", path, f"is to be trained, and a trained tokenizer is called {TRAINED_TOKENIZER}",
+                    f"choose {Path(path).with_name(TRAINED_TOKENIZER)}")
 
 
 def _data(config: Config) -> Iterator[Fault]:

@@ -1,12 +1,12 @@
 """Keys that have no effect under the rest of a config: setting one is refused, so that no knob is ever dead.
 
-A key counts as set when it differs from its default.
+A key counts as set when it differs from its default. Keys that a command does not read are `unread`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 from hybridflow.config.bounds import value_at
 from hybridflow.config.faults import Fault
@@ -48,6 +48,8 @@ IDLE = (
          ("data.tasks", "data.test_tasks", "data.size", "data.test_size", "data.prompt_template",
           "reward.reasoning_gym"),
          "has no effect with prompts from files", "choose data.source reasoning_gym"),
+    Idle(lambda c: c.evaluation.every_steps is None, ("evaluation.prompts", "data.test_tasks"),
+         "has no effect without an evaluation", "give evaluation.every_steps"),
     Idle(lambda c: c.train.optimizer.decay is Decay.CONSTANT, ("train.optimizer.min_lr",),
          "has no effect with a constant rate", "choose train.optimizer.decay linear or cosine"),
     Idle(lambda c: (c.train.critic_optimizer.decay or c.train.optimizer.decay) is Decay.CONSTANT,
@@ -58,15 +60,25 @@ IDLE = (
 
 def idle_keys(config: Config) -> Iterator[Fault]:
     """A fault for each key that is set and does nothing."""
+    return faults_of(IDLE, config)
+
+
+def faults_of(table: tuple[Idle, ...], config: Config) -> Iterator[Fault]:
+    """A fault for each key of a table of rules that is set and does nothing; of a block, for each key in it."""
     default = Config()
-    for idle in IDLE:
+    for idle in table:
         if idle.when(config):
-            for key in idle.keys:
-                value = value_at(config, key)
-                if value != value_at(default, key):
-                    yield Fault(key, _written(value), idle.because, idle.choice)
+            for name in idle.keys:
+                for key, value in _set_keys(name, value_at(config, name), value_at(default, name)):
+                    yield Fault(key, value, idle.because, idle.choice)
 
 
-def _written(value: object) -> object:
-    """A whole block is shown as such: its dataclass would print every default."""
-    return "{...}" if is_dataclass(value) else value
+def _set_keys(key: str, value: object, default: object) -> Iterator[tuple[str, object]]:
+    """The keys in `key` that differ from their defaults. A block that is null by default is shown as a whole."""
+    if value == default:
+        return
+    if not is_dataclass(value) or not is_dataclass(default):
+        yield key, "{...}" if is_dataclass(value) else value
+        return
+    for field in fields(value):
+        yield from _set_keys(f"{key}.{field.name}", vars(value)[field.name], vars(default)[field.name])

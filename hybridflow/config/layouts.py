@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import Enum
 
+from hybridflow.config.command import Command
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 from hybridflow.config.words import AlgorithmName, KLWhere
@@ -29,6 +30,14 @@ def roles(config: Config) -> tuple[Role, ...]:
     has_reward = config.model.reward_model.path is not None
     needed = {Role.ACTOR: True, Role.CRITIC: has_critic, Role.REFERENCE: has_reference, Role.REWARD: has_reward}
     return tuple(role for role in Role if needed[role])
+
+
+def used_roles(config: Config, command: Command) -> tuple[Role, ...]:
+    """The roles that `command` needs. A reward model judges the held-out answers of supervised training too."""
+    if command in (Command.TRAIN, Command.API):
+        return roles(config)
+    judged = command is Command.SFT and config.model.reward_model.path is not None
+    return (Role.ACTOR, Role.REWARD) if judged else (Role.ACTOR,)
 
 
 def layout_key(config: Config, role: Role) -> str:

@@ -5,16 +5,18 @@ Owns telling the forms apart: a `Config`, a path, a dict in our keys, the dict o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.config.article import article_key, is_article, translate
 from hybridflow.config.check import checked_tree, require_valid
-from hybridflow.config.faults import ConfigError, Fault, require_none
-from hybridflow.config.load import Source, Tree, read_tree, source_name
+from hybridflow.config.command import Command
+from hybridflow.config.faults import ConfigError, Fault, require_none, shown
+from hybridflow.config.idle import idle_keys
+from hybridflow.config.load import Source, Tree, read_tree, source_name, typed
 from hybridflow.config.schema import Config
-from hybridflow.config.validate import Command
+from hybridflow.config.unread import unread_keys
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ def read_any(source: Config | Source, world_size: int, algorithm: str | None = N
         return _read_article(source, world_size, algorithm, command)
     tree, faults = read_tree(source, ())
     faults += _name_algorithm(tree, algorithm)
-    return Reading(checked_tree(source_name(source), tree, faults, world_size, command))
+    # A file may have been written for the command line; a dict was written for this call.
+    notes = [] if isinstance(source, Mapping) else _leave_out(tree, unread_keys(typed(tree)[0], command))
+    return Reading(checked_tree(source_name(source), tree, faults, world_size, command), tuple(notes))
 
 
 def _read_article(article: Mapping[str, Any], world_size: int, algorithm: str | None, command: Command) -> Reading:
@@ -55,11 +59,27 @@ def _read_article(article: Mapping[str, Any], world_size: int, algorithm: str | 
     translated, faults, notes = translate(article, world_size)
     tree, reading_faults = read_tree(translated, ())
     faults += reading_faults + _name_algorithm(tree, algorithm)
+    config = typed(tree)[0]
+    notes += _leave_out(tree, [*unread_keys(config, command), *idle_keys(config)])
     try:
         return Reading(checked_tree("config", tree, faults, world_size, command), tuple(notes))
     except ConfigError as error:
         renamed = {str(fault): replace(fault, key=article_key(fault.key)) for fault in error.faults}
         raise ConfigError("config (the article's form)", renamed.values()) from None
+
+
+def _leave_out(tree: Tree, faults: Iterable[Fault]) -> list[str]:
+    """Take the keys of `faults`, which have no effect, out of the tree; a note for each."""
+    notes = {}
+    for fault in faults:
+        *blocks, name = fault.key.split(".")
+        block = tree
+        for outer in blocks:
+            block = block.get(outer, {})
+        if name in block:
+            del block[name]
+            notes[fault.key] = f"{article_key(fault.key)} {shown(fault.value)} {fault.rule}"
+    return list(notes.values())
 
 
 def _name_algorithm(tree: Tree, algorithm: str | None) -> list[Fault]:

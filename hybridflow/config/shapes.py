@@ -1,4 +1,4 @@
-"""Whether the models of a config can be cut in its layouts.
+"""Whether the models of a config can be cut in its layouts, read each other's tokens and hold its longest sequences.
 
 The rules are `models.layout`'s; they are imported when called, since they bring torch along. So this is asked last,
 of a config that has no other fault.
@@ -6,14 +6,15 @@ of a config that has no other fault.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault
-from hybridflow.config.layouts import Role, generation_layout, layout_key, role_layout, roles
+from hybridflow.config.layouts import Role, generation_layout, layout_key, role_layout, used_roles
 from hybridflow.config.model_schema import LayoutConfig, ModelSpec
 from hybridflow.config.schema import Config
-from hybridflow.config.validate import Command
 
 if TYPE_CHECKING:
     from hybridflow.models.config import ModelConfig
@@ -22,24 +23,59 @@ LARGE_VOCABULARY = 1 << 20  # stands for a size that only the tokenizer knows
 
 
 def shape_faults(config: Config, world_size: int, command: Command) -> list[Fault]:
-    """A fault for each model whose folder cannot be read, and for each reason why a model does not fit its layout."""
-    trains = command in (Command.TRAIN, Command.API)
-    used = roles(config) if trains else (Role.ACTOR,)
-    faults: dict[str, Fault] = {}
-    for role in used:
+    """A fault for each model whose folder cannot be read, that is too small for its prompts and responses, or that
+    does not fit its layout.
+    """
+    faults: list[Fault] = []
+    models: dict[Role, ModelConfig] = {}
+    for role in used_roles(config, command):
         key, path = _start(config, role)
         try:
-            model = _decoder(path, config.model.spec)
+            models[role] = _decoder(path, config.model.spec)
         except ValueError as error:
-            faults.setdefault(key, Fault(key, path, str(error)))
-            continue
-        layouts = {layout_key(config, role): role_layout(config, role, world_size)}
-        if role is Role.ACTOR:
-            layouts["generation.layout"] = generation_layout(config, world_size)
-        for place, layout in layouts.items():
-            for reason in _misfits(model, layout):
-                faults.setdefault(f"{place} {reason}", Fault(place, _degrees(layout), f"{key}: {reason}"))
-    return list(faults.values())
+            faults.append(Fault(key, path, str(error)))
+    for role, model in models.items():
+        faults += _layout_faults(config, world_size, role, model)
+        faults += _length_faults(config, command, role, model)
+        if Role.ACTOR in models:
+            faults += _vocabulary_faults(config, role, model, models[Role.ACTOR])
+    return list({str(fault): fault for fault in faults}.values())  # roles share folders and layouts
+
+
+def _layout_faults(config: Config, world_size: int, role: Role, model: ModelConfig) -> Iterator[Fault]:
+    layouts = {layout_key(config, role): role_layout(config, role, world_size)}
+    if role is Role.ACTOR:
+        layouts["generation.layout"] = generation_layout(config, world_size)
+    key, _ = _start(config, role)
+    for place, layout in layouts.items():
+        for reason in _misfits(model, layout):
+            yield Fault(place, _degrees(layout), f"{key}: {reason}")
+
+
+def _length_faults(config: Config, command: Command, role: Role, model: ModelConfig) -> Iterator[Fault]:
+    """Positions for the longest prompt and response; with init_trainer for a response alone, prompts being its own."""
+    parts = {"data.max_prompt_length": config.data.max_prompt_length,
+             "generation.max_new_tokens": config.generation.max_new_tokens}
+    if command is Command.API:
+        parts.pop("data.max_prompt_length")
+    longest = sum(parts.values())
+    if command is Command.EXPORT or longest <= model.max_position_embeddings:
+        return
+    key, path = _start(config, role)
+    rule = f"is below {' + '.join(f'{name} {length}' for name, length in parts.items())}"
+    if path is None:
+        yield Fault(f"{key}.max_position_embeddings", model.max_position_embeddings, rule, f"choose {longest} or more")
+    else:
+        yield Fault(key, path, f"its max_position_embeddings {model.max_position_embeddings} {rule}",
+                    f"choose {'lower ones' if len(parts) > 1 else 'a lower one'}")
+
+
+def _vocabulary_faults(config: Config, role: Role, model: ModelConfig, actor: ModelConfig) -> Iterator[Fault]:
+    """Critic and reward model read what the actor says."""
+    key, path = _start(config, role)
+    if model.vocab_size < actor.vocab_size != LARGE_VOCABULARY:
+        yield Fault(key, path, f"its vocabulary of {model.vocab_size} is smaller than the actor's of "
+                    f"{actor.vocab_size}, whose tokens it has to read", "choose a model with the actor's tokenizer")
 
 
 def spec_decoder(spec: ModelSpec, vocab_size: int) -> ModelConfig:

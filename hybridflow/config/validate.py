@@ -1,47 +1,40 @@
 """What the values of a config must be to each other and to the number of ranks. Pure: reads no file and no device.
 
 `validate` returns every fault it finds and raises nothing. What one value may be by itself is in `bounds`, keys that do
-nothing are in `idle`; whether a model's shape fits a layout is `shapes`', whether files exist is `files`'.
+nothing are in `idle` and `unread`; whether a model's shape fits a layout is `shapes`', whether files exist is `files`'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import Enum
 
 from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.bounds import out_of_bounds
+from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault, listed
 from hybridflow.config.idle import idle_keys
-from hybridflow.config.layouts import Role, divisors, layout_key, roles, written_layout
+from hybridflow.config.layouts import divisors, layout_key, used_roles, written_layout
 from hybridflow.config.model_schema import LayoutConfig, ModelSpec
 from hybridflow.config.schema import Config
-from hybridflow.config.words import AlgorithmName, DataSource, KLWhere
-
-
-class Command(Enum):
-    """What a config is read for: each command needs other parts of it.
-
-    TRAIN, SFT, GENERATE and EXPORT are the commands of the command line. API is `init_trainer`, where the caller brings
-    the prompts, so that the data block is not read.
-    """
-
-    TRAIN = "train"
-    SFT = "sft"
-    GENERATE = "generate"
-    EXPORT = "export"
-    API = "api"
+from hybridflow.config.unread import unread_keys
+from hybridflow.config.words import AlgorithmName, DataSource, Decay, KLWhere
 
 
 def validate(config: Config, world_size: int, command: Command = Command.TRAIN) -> list[Fault]:
-    """Every fault of `config` for `command` on `world_size` ranks; empty if there is none."""
+    """Every fault of `config` for `command` on `world_size` ranks; empty if there is none.
+
+    GENERATE and EXPORT are mostly given the file of a training run, so that keys without effect are no fault there.
+    """
     bounds = list(out_of_bounds(config))
     faults = bounds + list(_models(config, command)) + list(_layouts(config, world_size, command))
     if not faults:  # the batch numbers below divide by these
         faults += _batches(config, world_size, command)
     if command in (Command.TRAIN, Command.API):
-        faults += [*_algorithm(config), *idle_keys(config)]
-    if command is not Command.EXPORT and command is not Command.GENERATE:
+        faults += _algorithm(config)
+    if command in (Command.TRAIN, Command.SFT, Command.API):
+        unread = list(unread_keys(config, command))
+        known = {fault.key for fault in unread}
+        faults += [*unread, *(fault for fault in idle_keys(config) if fault.key not in known)]
         faults += _schedule(config, command)
     if command is not Command.API and command is not Command.EXPORT:
         faults += _data(config, command)
@@ -58,13 +51,13 @@ def _models(config: Config, command: Command) -> Iterator[Fault]:
     if model.path is None and model.tokenizer is None and command is not Command.EXPORT:
         yield Fault("model.tokenizer", None, "a new model brings no tokenizer",
                     "give a sentencepiece .model file or a Hugging Face folder")
-    if command is Command.EXPORT and model.path is None:
-        yield Fault("model.path", None, "there is nothing to export", "give the folder of a trained model")
+    if command in (Command.EXPORT, Command.GENERATE) and model.path is None:
+        yield Fault("model.path", None, f"there is nothing to {command.value}", "give the folder of a trained model")
     if model.spec is not None:
-        yield from _spec(model.spec, config)
+        yield from _spec(model.spec)
 
 
-def _spec(spec: ModelSpec, config: Config) -> Iterator[Fault]:
+def _spec(spec: ModelSpec) -> Iterator[Fault]:
     counts = {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size, "num_layers": spec.num_layers,
               "intermediate_size": spec.intermediate_size, "num_heads": spec.num_heads, "head_dim": spec.head_dim,
               "num_kv_heads": spec.num_kv_heads, "max_position_embeddings": spec.max_position_embeddings}
@@ -81,11 +74,6 @@ def _spec(spec: ModelSpec, config: Config) -> Iterator[Fault]:
                     f"choose {listed(divisors(spec.num_heads))}")
     if spec.rope_theta <= 0:
         yield Fault("model.spec.rope_theta", spec.rope_theta, "must be above 0", "choose e.g. 10000.0")
-    longest = config.data.max_prompt_length + config.generation.max_new_tokens
-    if longest > spec.max_position_embeddings:
-        yield Fault("model.spec.max_position_embeddings", spec.max_position_embeddings,
-                    f"is below data.max_prompt_length {config.data.max_prompt_length} + generation.max_new_tokens "
-                    f"{config.generation.max_new_tokens}", f"choose {longest} or more")
 
 
 def _below(number: int, near: int) -> list[int]:
@@ -95,9 +83,7 @@ def _below(number: int, near: int) -> list[int]:
 
 
 def _layouts(config: Config, world_size: int, command: Command) -> Iterator[Fault]:
-    trains = command in (Command.TRAIN, Command.API)
-    written = {layout_key(config, role): written_layout(config, role)
-               for role in (roles(config) if trains else (Role.ACTOR,))}
+    written = {layout_key(config, role): written_layout(config, role) for role in used_roles(config, command)}
     for key, layout in written.items():
         yield from _layout(key, layout, world_size, config.model.spec)
     tp = config.generation.layout.tp
@@ -173,6 +159,8 @@ def _algorithm(config: Config) -> Iterator[Fault]:
 
 
 def _schedule(config: Config, command: Command) -> Iterator[Fault]:
+    if command is Command.API:
+        yield from _decay(config)
     step, accuracy = config.logging.trace_step, config.sft.stop_at_accuracy
     steps = config.sft.steps if command is Command.SFT else config.train.total_steps
     if step is not None and step > steps:
@@ -182,6 +170,16 @@ def _schedule(config: Config, command: Command) -> Iterator[Fault]:
                     "give evaluation.every_steps, or choose null")
     if not config.logging.dir:
         yield Fault("logging.dir", config.logging.dir, "a run needs a folder", "choose e.g. runs/default")
+
+
+def _decay(config: Config) -> Iterator[Fault]:
+    """A decaying rate must know the last optimizer step; how many a step has depends on the batches."""
+    train = config.train
+    for key, decay in (("train.optimizer.decay", train.optimizer.decay),
+                       ("train.critic_optimizer.decay", train.critic_optimizer.decay)):
+        if decay not in (None, Decay.CONSTANT):
+            yield Fault(key, decay.value, "init_trainer is given its batches, so that the number of optimizer steps is "
+                        "not known", "choose constant")
 
 
 def _data(config: Config, command: Command) -> Iterator[Fault]:

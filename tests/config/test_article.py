@@ -117,6 +117,19 @@ def test_our_own_keys_may_stand_beside_the_articles(article):
     assert read.algorithm.clip.low == 0.1
 
 
+def test_keys_without_effect_are_noted(article):
+    article |= {"evaluation": {"every_steps": 3}, "data": {"size": 9, "prompts_per_step": 5}}
+    article["rl_algorithm"]["type"] = "grpo"
+    article["generation"] = {"samples_per_prompt": 2}
+    reading = read_any(article, 4)
+    notes = "\n".join(reading.notes)
+    for text in ("evaluation.every_steps 3 has no effect", "data.size 9 has no effect with init_trainer",
+                 "\nmodel.critic /", "has no effect with grpo, which has no critic",
+                 "rl_algorithm.value_loss_coef 0.5 has no effect with grpo"):
+        assert text in notes
+    assert reading.config.model.critic.path is None and reading.config.data.size == 4096
+
+
 def test_faults_speak_the_articles_names_and_come_all_at_once(article):
     article["rl_algorithm"] |= {"clip_esp": 1, "clip_eps": 2.0, "type": "dpo"}
     article["train"] |= {"fspd": True, "mixed_precision": "int8"}

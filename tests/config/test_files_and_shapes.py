@@ -5,10 +5,10 @@ import json
 import pytest
 
 from hybridflow.config.check import checked_config
+from hybridflow.config.command import Command
 from hybridflow.config.faults import ConfigError
 from hybridflow.config.files import missing_files
 from hybridflow.config.shapes import shape_faults, spec_decoder
-from hybridflow.config.validate import Command
 from tests.config.builders import config
 
 
@@ -34,9 +34,18 @@ def test_missing_files_of_each_kind():
     assert missing(tree=tree, command=Command.EXPORT) == {"model.path"}
 
 
-def test_sft_makes_its_tokenizer():
-    assert missing(command=Command.SFT) == {"model.tokenizer"}
-    assert missing("sft.tokenizer_vocab_size=64", command=Command.SFT) == set()
+def test_sft_makes_its_tokenizer_under_one_name():
+    size = "sft.tokenizer_vocab_size=64"
+    assert missing(command=Command.SFT) == missing(size, command=Command.SFT) == {"model.tokenizer"}
+    assert missing(size, "model.tokenizer=runs/tokenizer.model", command=Command.SFT) == set()
+    (fault,) = missing_files(config(size, "model.tokenizer=runs/words.model"), Command.SFT)
+    assert str(fault).endswith("called tokenizer.model; choose runs/tokenizer.model")
+    assert missing(size, f"model.tokenizer={__file__}", command=Command.SFT) == set()  # it is there already
+
+
+def test_sft_may_be_judged_by_a_reward_model_or_function():
+    assert missing(f"model.tokenizer={__file__}", "model.reward_model.path=r", "reward.function=f.py:g",
+                   command=Command.SFT) == {"model.reward_model.path", "reward.function"}
 
 
 def test_reward_functions(tmp_path):
@@ -48,8 +57,8 @@ def test_reward_functions(tmp_path):
         assert missing(tokenizer, f"reward.function='{wrong}'") == {"reward.function"}, wrong
 
 
-def shapes(world_size, *overrides, tree=None):
-    return [str(fault) for fault in shape_faults(config(*overrides, tree=tree), world_size, Command.TRAIN)]
+def shapes(world_size, *overrides, tree=None, command=Command.TRAIN):
+    return [str(fault) for fault in shape_faults(config(*overrides, tree=tree), world_size, command)]
 
 
 def test_a_spec_that_fits_has_no_fault():
@@ -63,6 +72,32 @@ def test_each_layout_is_held_against_its_model(tmp_path):
     assert "model.spec" not in found
     found = "\n".join(shapes(8, "generation.layout.tp=8"))
     assert "generation.layout = tp 8 pp 1 dp 1: model.spec: tp 8 must divide num_heads 4" in found
+
+
+def test_every_model_has_positions_for_the_longest_sequence(tmp_path):
+    (found,) = shapes(1, "model.spec.max_position_embeddings=319")
+    assert found == ("model.spec.max_position_embeddings = 319: is below data.max_prompt_length 256 + "
+                     "generation.max_new_tokens 64; choose 320 or more")
+    assert shapes(1, "model.spec.max_position_embeddings=320") == []
+    short = {"model": {"path": write_model(tmp_path / "actor"),
+                       "critic": {"path": write_model(tmp_path / "critic", max_position_embeddings=100)}}}
+    (found,) = shapes(1, tree=short)
+    assert found.startswith("model.critic.path") and "its max_position_embeddings 100 is below" in found
+    assert shapes(1, tree=short, command=Command.SFT) == []  # has no critic
+    assert shapes(1, tree=short, command=Command.API) == []  # has its own prompts
+    (found,) = shapes(1, "generation.max_new_tokens=101", tree=short, command=Command.API)
+    assert found.endswith("100 is below generation.max_new_tokens 101; choose a lower one")
+
+
+def test_critic_and_reward_model_know_the_actors_tokens(tmp_path):
+    models = {name: write_model(tmp_path / name, vocab_size=size) for name, size in (("a", 64), ("b", 63), ("c", 65))}
+    for other, wrong in (("b", True), ("c", False)):
+        tree = {"model": {"path": models["a"], "critic": {"path": models[other]}}}
+        assert any("its vocabulary of 63 is smaller than the actor's of 64" in found
+                   for found in shapes(1, tree=tree)) == wrong
+        tree = {"model": {"path": models["a"], "reward_model": {"path": models[other]}}}
+        assert any(found.startswith("model.reward_model.path") for found in shapes(1, tree=tree)) == wrong
+    assert shapes(1, f"model.critic.path={models['b']}") == []  # a spec's vocabulary is the tokenizer's
 
 
 def test_a_folder_that_is_not_supported_is_a_fault(tmp_path):

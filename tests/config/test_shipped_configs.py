@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config.batch_math import BatchMath
+from hybridflow.config.command import Command
 from hybridflow.config.layouts import generation_layout
 from hybridflow.config.load import load_config
-from hybridflow.config.validate import Command, validate
+from hybridflow.config.validate import validate
 from hybridflow.parallel.world import World
 from hybridflow.trainer.prompts import read_records
 

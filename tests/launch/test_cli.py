@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hybridflow import __version__, cli
+from hybridflow.config.command import Command
 from hybridflow.config.faults import ConfigError, Fault
-from hybridflow.config.validate import Command
 
 ROOT = Path(__file__).parents[2]
 BAD = ROOT / "tests" / "launch" / "bad.yaml"

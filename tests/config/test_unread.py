@@ -1,0 +1,95 @@
+"""Keys that a command does not read: refused, or told where the config was written for another command."""
+
+import pytest
+
+from hybridflow.config.check import checked_config
+from hybridflow.config.command import Command
+from hybridflow.config.faults import ConfigError
+from hybridflow.config.load import known_keys, to_yaml
+from hybridflow.config.reading import read_any
+from hybridflow.config.unread import UNREAD
+from hybridflow.config.validate import validate
+from tests.config.builders import config
+from tests.config.test_files_and_shapes import write_model
+
+
+def unread(command, *overrides):
+    return {fault.key: str(fault) for fault in validate(config(*overrides), 1, command)}
+
+
+@pytest.mark.parametrize(("command", "override"), [
+    (Command.TRAIN, "sft.steps=5"),
+    (Command.TRAIN, "sft.stop_at_accuracy=0.5"),
+    (Command.SFT, "train.total_steps=5"),
+    (Command.SFT, "algorithm.gamma=0.5"),
+    (Command.SFT, "algorithm.kl.where=reward"),
+    (Command.SFT, "generation.temperature=0.5"),
+    (Command.SFT, "train.forward_micro_batch_size=2"),
+    (Command.SFT, "logging.samples=0"),
+    (Command.API, "data.size=5"),
+    (Command.API, "data.shuffle=false"),
+    (Command.API, "evaluation.every_steps=5"),
+    (Command.API, "checkpoint.export_at_end=false"),
+    (Command.API, "logging.trace_step=5"),
+    (Command.API, "sft.steps=5"),
+])
+def test_it_is_refused(command, override):
+    key = override.partition("=")[0]
+    found = unread(command, override)
+    assert list(found) == [key] and "has no effect" in found[key]
+
+
+@pytest.mark.parametrize(("command", "overrides"), [
+    (Command.SFT, ["algorithm.loss_reduction=constant-length", "algorithm.constant_length=5"]),
+    (Command.SFT, ["train.forward_micro_batch_size=2", "model.reward_model.path=r"]),
+    (Command.SFT, ["logging.trace_step=5", "sft.stop_at_accuracy=0.5"]),
+    (Command.API, ["data.tasks=[{name: countdown}]", "logging.samples=0", "logging.wandb=offline"]),
+])
+def test_what_is_read_is_not_refused(command, overrides):
+    assert unread(command, *overrides) == {}
+
+
+def test_keys_that_depend_on_others():
+    assert "data.tasks" in unread(Command.API, "data.tasks=[{name: gcd}]", "reward.function=a.py:f")
+    assert "reward.timeout_s" in unread(Command.SFT, "reward.timeout_s=3", "evaluation.every_steps=null")
+    assert unread(Command.SFT, "reward.timeout_s=3") == {}
+
+
+def test_a_rate_cannot_decay_over_a_run_of_unknown_length():
+    assert set(unread(Command.API, "train.optimizer.decay=linear")) == {"train.optimizer.decay"}
+    assert set(unread(Command.API, "train.critic_optimizer.decay=cosine")) == {"train.critic_optimizer.decay"}
+    assert unread(Command.TRAIN, "train.optimizer.decay=linear") == {}
+
+
+@pytest.fixture
+def file(tmp_path):
+    """The file of a training run, with keys of every block."""
+    path = tmp_path / "run.yaml"
+    path.write_text(to_yaml(config(
+        "train.total_steps=7", "algorithm.gamma=0.5", "data.prompts_per_step=80", "evaluation.every_steps=5",
+        "logging.trace_step=2", "data.size=99",
+        tree={"model": {"path": write_model(tmp_path / "model")}})))
+    return path
+
+
+@pytest.mark.parametrize("command", [Command.GENERATE, Command.EXPORT])
+def test_a_training_runs_file_serves_other_commands_but_their_overrides_must_count(file, command):
+    assert checked_config(file, [], 1, command).train.total_steps == 7
+    assert checked_config(file, ["train.mixed_precision=bf16", "logging.dir=x"], 1, command).logging.dir == "x"
+    with pytest.raises(ConfigError) as caught:
+        checked_config(file, ["train.optimizer.lr=1", "algorithm={gamma: 0.25}"], 1, command)
+    assert [fault.key for fault in caught.value.faults] == ["algorithm.gamma", "train.optimizer.lr"]
+
+
+def test_a_training_runs_file_serves_init_trainer_with_notes(file):
+    reading = read_any(file, 1)
+    assert reading.config.algorithm.gamma == 0.5 and reading.config.data.size == 4096
+    for key in ("data.size 99", "data.prompts_per_step 80", "evaluation.every_steps 5", "logging.trace_step 2"):
+        assert any(note.startswith(f"{key} has no effect with init_trainer") for note in reading.notes)
+    assert len(reading.notes) == 4
+
+
+def test_the_table_names_keys_that_exist():
+    known = set(known_keys())
+    assert set(UNREAD) == set(Command)
+    assert not {key for rules in UNREAD.values() for rule in rules for key in rule.keys} - known
