@@ -37,6 +37,8 @@ def _fit(trainer: SupervisedTrainer, whole: Run, records: DataSplit) -> None:
                        config.data.shuffle, config.data.max_prompt_length + config.generation.max_new_tokens,
                        Overlong(config.data.overlong.value), trainer.model.vocab_size)
     whole.view.say(sft_line(config, trainer.world.size))
+    if loader.num_dropped:
+        whole.view.say(f"{loader.num_dropped} of {len(records.train)} pairs are too long and were dropped.")
     held_out = held_out_prompts(config, records, tokenizer, trainer.model.vocab_size)
     whole.fit(RunParts(
         step=lambda: trainer.step(next(loader)), export=trainer.export, trace=trainer.trace, timer=trainer.timer,

@@ -60,7 +60,7 @@ class PromptLoader:
         self.kept = list(range(len(self.records)))
         if max_prompt_length is not None:
             origins = [record.origin for record in self.records]
-            self.kept = within_length(self.tokens, origins, max_prompt_length, overlong, "max_prompt_length")
+            self.kept = within_length(self.tokens, origins, max_prompt_length, overlong, "data.max_prompt_length")
         self.cursor = EpochCursor(len(self.kept), seed, shuffle)
 
     @property

@@ -11,6 +11,9 @@ from hybridflow.data.records import PromptRecord, TextPair
 from hybridflow.data.token_rows import Overlong, TokenRows, check_ids, within_length
 from hybridflow.data.tokenizer import Tokenizer
 
+# The keys that bound a pair, as messages name them.
+LENGTH_KEYS = "data.max_prompt_length + generation.max_new_tokens"
+
 
 @dataclass(frozen=True)
 class SftExample:
@@ -24,23 +27,9 @@ class SftExample:
     response_ids: tuple[int, ...]
 
 
-def sft_pairs(records: Sequence[PromptRecord], response_key: str | None = None) -> tuple[TextPair, ...]:
-    """(prompt, response) of each record. The response is its ground truth, or the text under `response_key` of its
-    extra_info (several published data sets keep the worked solution there, under "answer").
-
-    Raises ValueError naming the record that has no such text.
-    """
-    return tuple(TextPair(record.prompt, _response(record, response_key), record.origin) for record in records)
-
-
-def _response(record: PromptRecord, key: str | None) -> str:
-    if key is None:
-        return record.ground_truth
-    if not isinstance(record.extra_info.get(key), str):
-        raise ValueError(
-            f"{record.origin}: extra_info has no text under {key!r}; it has the keys {sorted(record.extra_info)}"
-        )
-    return record.extra_info[key]
+def sft_pairs(records: Sequence[PromptRecord]) -> tuple[TextPair, ...]:
+    """(prompt, ground truth) of each record."""
+    return tuple(TextPair(record.prompt, record.ground_truth, record.origin) for record in records)
 
 
 class SftLoader:
@@ -75,7 +64,7 @@ class SftLoader:
         self.kept = list(range(len(pairs)))
         if max_length is not None:
             whole = TokenRows([prompt + response for prompt, response in zip(self.prompts, self.responses)])
-            self.kept = within_length(whole, origins, max_length, overlong, "max_length")
+            self.kept = within_length(whole, origins, max_length, overlong, LENGTH_KEYS)
         self.cursor = EpochCursor(len(self.kept), seed, shuffle)
 
     @property

@@ -5,13 +5,15 @@ Owns turning the block into records and loaders. Every rank makes the same ones;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybridflow.config.schema import Config, TaskConfig
 from hybridflow.config.words import DataSource
 from hybridflow.data.loader import PromptLoader, TokenisedPrompt, tokenise_prompts
 from hybridflow.data.readers import FileFormat, read_prompt_files
 from hybridflow.data.reasoning import TaskSpec, build_reasoning_mix
-from hybridflow.data.records import DataSplit, fingerprint
-from hybridflow.data.token_rows import Overlong
+from hybridflow.data.records import DataSplit, PromptRecord, fingerprint, prompt_text
+from hybridflow.data.token_rows import Overlong, within_length
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.exchange import share_json
 from hybridflow.parallel.world import World
@@ -21,15 +23,25 @@ def read_records(config: Config, world: World) -> DataSplit:
     """Training and held-out records, the same on every rank. Collective.
 
     Raises:
-        ValueError: ranks have read different data (a file differs between nodes, or a task is not deterministic).
+        ValueError: ranks have read different data (a file differs between nodes, or a task is not deterministic), or
+            a held-out prompt is a training prompt too.
     """
     records = _read(config)
-    marks = share_json(world, fingerprint((*records.train, *records.test)))
-    if len(set(marks)) > 1:
-        odd = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
-        raise ValueError(f"ranks {odd} have read other data than rank 0: check that data files are the same on every "
-                         "node, and set PYTHONHASHSEED=0 where a reasoning-gym task depends on it")
+    require_same(world, (*records.train, *records.test), "check that data files are the same on every node, and set "
+                 "PYTHONHASHSEED=0 where a reasoning-gym task depends on it")
     return records
+
+
+def require_same(world: World, records: Sequence[PromptRecord], advice: str) -> None:
+    """Every rank holds the same `records`. Collective.
+
+    Raises:
+        ValueError: the ranks that differ from rank 0, and the advice.
+    """
+    marks = share_json(world, fingerprint(records))
+    odd = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+    if odd:
+        raise ValueError(f"ranks {odd} have other prompts than rank 0: {advice}")
 
 
 def _read(config: Config) -> DataSplit:
@@ -39,7 +51,18 @@ def _read(config: Config) -> DataSplit:
                                    data.prompt_template, _specs(data.test_tasks))
     file_format = FileFormat(data.source.value)
     test = read_prompt_files(data.test_files, file_format) if data.test_files else ()
-    return DataSplit(read_prompt_files(data.train_files, file_format), test)
+    train = read_prompt_files(data.train_files, file_format)
+    _require_apart(train, test)
+    return DataSplit(train, test)
+
+
+def _require_apart(train: Sequence[PromptRecord], test: Sequence[PromptRecord]) -> None:
+    held_out = {prompt_text(record.prompt): record.origin for record in test}
+    both = [record for record in train if prompt_text(record.prompt) in held_out]
+    if both:
+        raise ValueError(f"{len(both)} of {len(train)} training prompts are held-out prompts too, the first of them "
+                         f"{both[0].origin} ({held_out[prompt_text(both[0].prompt)]}); remove them from "
+                         "data.train_files or from data.test_files")
 
 
 def _specs(tasks: list[TaskConfig]) -> tuple[TaskSpec, ...]:
@@ -55,7 +78,10 @@ def training_prompts(config: Config, records: DataSplit, tokenizer: Tokenizer, v
 
 def held_out_prompts(config: Config, records: DataSplit, tokenizer: Tokenizer,
                      vocab_size: int) -> tuple[TokenisedPrompt, ...]:
-    """The first evaluation.prompts held-out prompts; none where there is no test data."""
-    chosen = records.test[:config.evaluation.prompts]
-    ids = tokenise_prompts(chosen, tokenizer, vocab_size) if chosen else ()
-    return tuple(TokenisedPrompt(i, ids[i], record) for i, record in enumerate(chosen))
+    """The first evaluation.prompts held-out prompts, too long ones treated by data.overlong; none without test data."""
+    if not records.test:
+        return ()
+    data, origins = config.data, [record.origin for record in records.test]
+    ids = tokenise_prompts(records.test, tokenizer, vocab_size)
+    kept = within_length(ids, origins, data.max_prompt_length, Overlong(data.overlong.value), "data.max_prompt_length")
+    return tuple(TokenisedPrompt(i, ids[i], records.test[i]) for i in kept[:config.evaluation.prompts])

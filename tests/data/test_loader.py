@@ -158,11 +158,9 @@ def test_sft_resumes_and_drops():
     assert take(resumed, 4) == take(straight, 4)
 
 
-def test_sft_responses_from_extra_info():
-    record = PromptRecord("s", "2 + 3?", "5", {"answer": "2 + 3 = 5", "index": 1}, "f row 1")
-    assert sft_pairs([record], "answer")[0].response == "2 + 3 = 5"
-    with pytest.raises(ValueError, match=r"f row 1: extra_info has no text under 'index'.*\['answer', 'index'\]"):
-        sft_pairs([record], "index")
+def test_sft_names_the_keys_that_bound_a_pair():
+    with pytest.raises(ValueError, match=r"Set data.max_prompt_length \+ generation.max_new_tokens to at least 6"):
+        SftLoader(sft_pairs(records(["12"])), CharacterTokenizer(), 1, 0, max_length=4)
 
 
 def test_a_loader_of_4000_prompts_starts_fast(tmp_path):
