@@ -12,17 +12,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.batch_math import layout_table
+from hybridflow.config.batch_math import BatchMath, layout_table
+from hybridflow.config.load import to_tree
 from hybridflow.config.reading import Reading, read_any
 from hybridflow.config.schema import Config
+from hybridflow.data.columns import records_of_columns
 from hybridflow.data.loader import TokenisedPrompt, tokenise_prompts
-from hybridflow.data.records import ChatMessage, PromptRecord
+from hybridflow.data.records import PromptRecord
 from hybridflow.data.row_schema import parse_row
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.observe.progress import open_console
 from hybridflow.observe.run_view import RunView, ViewOptions
 from hybridflow.parallel.place import launched_place
 from hybridflow.parallel.world import World
+from hybridflow.trainer.prompts import require_same
 from hybridflow.trainer.rl import RLTrainer
 
 BatchItem = TokenisedPrompt | PromptRecord | Mapping[str, Any] | str
@@ -51,15 +54,14 @@ def init_trainer(config: Config | Mapping[str, Any] | str | Path, data_loader: I
         print(result["policy_loss"], result["value_loss"])
     """
     reading = read_any(config, launched_place(os.environ).size, algorithm)
-    return Trainer(World.from_env(), reading, data_loader)
+    return Trainer(World.from_env(reading.config.train.timeout_s), reading, data_loader)
 
 
 class Trainer:
     """What `init_trainer` gives. Every method is collective: each rank passes the same batch.
 
-    A batch is a sequence of prompts, or a dict of equally long columns, as a torch `DataLoader` collates rows. A
-    prompt is text, a row of the schema of `data.row_schema`, a `PromptRecord` or a `TokenisedPrompt`. The columns are
-    `prompt` and, where the reward asks for them, `ground_truth`, `data_source` and `extra_info`.
+    A batch is a sequence of prompts, or a dict of columns, as a torch `DataLoader` collates rows (`data.columns`). A
+    prompt is text, a row of the schema of `data.row_schema`, a `PromptRecord` or a `TokenisedPrompt`.
     """
 
     def __init__(self, world: World, reading: Reading, data_loader: Iterable[PromptBatch]) -> None:
@@ -67,11 +69,10 @@ class Trainer:
         self.world, self.config, self.data_loader = world, config, data_loader
         self.tokenizer = open_tokenizer(config.model.tokenizer or config.model.path)
         self.trainer = RLTrainer(config, world, self.tokenizer)
-        options = ViewOptions(Path(config.logging.dir), config.algorithm.name.value, config.train.total_steps,
-                              progress=config.logging.progress)
-        self.view = RunView(options, world.rank, open_console())
+        self.view = RunView(_view_options(config), world.rank, open_console())
         self.num_steps = self.num_prompts = 0
-        for sentence in (*reading.notes, self.trainer.batch_line(), layout_table(config, world.size)):
+        batches = BatchMath.of(config, world.size).line_of_any_batch()
+        for sentence in (*reading.notes, batches, layout_table(config, world.size)):
             self.view.say(sentence)
 
     def train_step(self, batch: PromptBatch) -> dict[str, float]:
@@ -81,11 +82,15 @@ class Trainer:
             every metric of the step by its full name, and the most wanted ones by a short one as well: policy_loss,
             value_loss, loss, entropy, kl, approx_kl, reward, grad_norm (those that the algorithm has).
         Raises:
-            ValueError: the batch is empty, or an item is no prompt (its place and the rule are named).
+            ValueError: the batch is empty, an item is no prompt (its place and the rule are named), or ranks have
+                passed different prompts.
         """
-        metrics = self.trainer.step(self._tokenised(batch))
+        prompts = self._tokenised(batch)
+        require_same(self.world, [prompt.record for prompt in prompts], "pass the same batch on every rank")
+        metrics = self.trainer.step(prompts)
         self.num_steps += 1
         self.view.step(self.num_steps, metrics)
+        self.view.samples(self.num_steps, self.trainer.samples(self.config.logging.samples))
         return metrics | {short: metrics[name] for short, name in SHORT_NAMES.items() if name in metrics}
 
     def fit(self) -> dict[str, float]:
@@ -114,7 +119,7 @@ class Trainer:
         self.world.close()
 
     def _tokenised(self, batch: PromptBatch) -> list[TokenisedPrompt]:
-        items = _rows(batch) if isinstance(batch, Mapping) else list(batch)
+        items = records_of_columns(batch) if isinstance(batch, Mapping) else list(batch)
         if not items:
             raise ValueError("the batch has no prompts; give at least one")
         records = [_record(item, f"batch item {place}") for place, item in enumerate(items)]
@@ -125,19 +130,11 @@ class Trainer:
                 for place, (item, record) in enumerate(zip(items, records))]
 
 
-def _rows(columns: Mapping[str, Sequence[Any]]) -> list[PromptRecord]:
-    """Records from columns of equal length."""
-    known = ("prompt", "ground_truth", "data_source", "extra_info")
-    unknown = [name for name in columns if name not in known]
-    if "prompt" not in columns or unknown:
-        raise ValueError(f"a batch of columns has the columns {list(columns)}; it needs prompt, and may have "
-                         f"{', '.join(known[1:])}")
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"the columns of a batch differ in length: {lengths}")
-    rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
-    return [PromptRecord(str(row.get("data_source", "")), _prompt(row["prompt"]), str(row.get("ground_truth", "")),
-                         dict(row.get("extra_info") or {}), f"batch row {place}") for place, row in enumerate(rows)]
+def _view_options(config: Config) -> ViewOptions:
+    logging = config.logging
+    return ViewOptions(Path(logging.dir), config.algorithm.name.value, config.train.total_steps,
+                       progress=logging.progress, num_samples=logging.samples, wandb=logging.wandb,
+                       tensorboard=logging.tensorboard, config=to_tree(config))
 
 
 def _record(item: BatchItem, origin: str) -> PromptRecord:
@@ -148,7 +145,3 @@ def _record(item: BatchItem, origin: str) -> PromptRecord:
     if isinstance(item, str):
         return PromptRecord("", item, "", origin=origin)
     return parse_row(dict(item), origin)
-
-
-def _prompt(prompt: Any) -> str | tuple[ChatMessage, ...]:
-    return prompt if isinstance(prompt, str) else tuple(ChatMessage(m["role"], m["content"]) for m in prompt)

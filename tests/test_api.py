@@ -1,8 +1,10 @@
 """The Python interface: the article's dict as it stands, with a small local model, and every form of batch."""
 
+import json
 from pathlib import Path
 
 import pytest
+from torch.utils.data import default_collate
 
 from hybridflow.api import Trainer, init_trainer
 from hybridflow.config.faults import ConfigError
@@ -52,13 +54,17 @@ def check_result(result: dict[str, float]) -> None:
 
 
 def test_the_articles_dict_trains(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    trainer = init_trainer(config=article(model, tmp_path), data_loader=[ROWS], algorithm="ppo")
+    config = article(model, tmp_path) | {"evaluation": {"prompts": 5}}
+    trainer = init_trainer(config=config, data_loader=[ROWS], algorithm="ppo")
     try:
         check_result(trainer.train_step(ROWS))
         assert trainer.config.train.micro_batch_size == 8 and trainer.config.algorithm.clip.high == 0.2
         printed = capfd.readouterr().out
         assert "train.micro_batch_size 8 is read over all data-parallel ranks" in printed
         assert "train.zero_stage 2 is not honoured" in printed
+        assert ("1 sample for each prompt of a batch; 256 rollouts per update or what is left, "
+                "256 per replica (dp 1), 32 micro-batches of 8\n") in printed
+        assert "evaluation.prompts 5 has no effect with init_trainer" in printed
         trainer.export(tmp_path / "export")
         assert (tmp_path / "export" / "model.safetensors").is_file()
     finally:
@@ -88,7 +94,7 @@ def test_every_form_of_batch_is_the_same_batch(model: Path, tmp_path: Path):
                "data_source": ["sums"] * 8}
     records = [PromptRecord("sums", row["prompt"], row["reward_model"]["ground_truth"]) for row in ROWS]
     results = []
-    for batch in (ROWS, columns, records, columns["prompt"]):
+    for batch in (ROWS, columns, default_collate(ROWS), records, columns["prompt"]):
         trainer = init_trainer(config=config, data_loader=[])
         results.append(trainer.train_step(batch))
         trainer.close()
@@ -105,6 +111,34 @@ def test_fit_takes_total_steps_from_the_loader(model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="ended after 1 batches; train.total_steps is 2"):
         short.fit()
     short.close()
+
+
+def ranks_different_steps(world: World, config: dict, batches: list) -> str:
+    trainer = Trainer(world, read_any(config, world.size), [])
+    try:
+        trainer.train_step(batches[world.rank])
+    except ValueError as error:
+        return str(error)
+    finally:
+        trainer.trainer.close()
+    return ""
+
+
+def test_every_rank_must_pass_the_same_batch(model: Path, tmp_path: Path):
+    told = run_ranks(2, ranks_different_steps, article(model, tmp_path, mixed_precision="no"), [ROWS, ROWS[::-1]])
+    assert told == ["ranks [1] have other prompts than rank 0: pass the same batch on every rank"] * 2
+
+
+def test_a_run_leaves_samples_and_what_its_sinks_write(model: Path, tmp_path: Path):
+    config = article(model, tmp_path, mixed_precision="no")
+    config["logging"] |= {"samples": 2, "tensorboard": True, "wandb": "offline"}
+    trainer = init_trainer(config=config, data_loader=[])
+    trainer.train_step(ROWS)
+    trainer.close()
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(sample["step"], sample["prompt"], sample["truth"]) for sample in samples] == [
+        (1, "0 + 0 = ", "0"), (1, "1 + 1 = ", "2")]
+    assert list(tmp_path.glob("**/*.wandb")) and list((tmp_path / "tensorboard").iterdir())
 
 
 def test_what_is_wrong_is_named(model: Path, tmp_path: Path):

@@ -80,15 +80,27 @@ class BatchMath:
         short = f" (the last has {self.last_update})" if self.last_update != self.rollouts_per_update else ""
         return (f"{self.prompts_per_step} prompts x {self.samples_per_prompt} samples = {self.rollouts_per_step} "
                 f"rollouts per step; {self.updates_per_step} updates per step{epochs}, "
-                f"{self.rollouts_per_update} rollouts per update{short}, {self.rollouts_per_replica} per replica "
-                f"(dp {self.dp}), {self.micro_batches} micro-batches of {self.micro_batch_size}")
+                f"{self.rollouts_per_update} rollouts per update{short}, {self.share_line()}")
+
+    def line_of_any_batch(self) -> str:
+        """What is known where the caller brings the prompts of each step: "5 samples for each prompt of a batch; 1280
+        rollouts per update or what is left, 640 per replica (dp 2), 160 micro-batches of 4".
+        """
+        epochs = f"; {self.epochs} epochs over the rollouts of a batch" if self.epochs > 1 else ""
+        samples = "1 sample" if self.samples_per_prompt == 1 else f"{self.samples_per_prompt} samples"
+        return (f"{samples} for each prompt of a batch{epochs}; {self.rollouts_per_update} rollouts per update or what "
+                f"is left, {self.share_line()}")
+
+    def share_line(self) -> str:
+        """How a replica does its part of an update: "640 per replica (dp 2), 160 micro-batches of 4"."""
+        return (f"{self.rollouts_per_replica} per replica (dp {self.dp}), {self.micro_batches} micro-batches of "
+                f"{self.micro_batch_size}")
 
 
 def sft_line(config: Config, world_size: int) -> str:
     """The derivation for `sft`: "100 updates of 64 pairs, 32 per replica (dp 2), 4 micro-batches of 8"."""
     math = BatchMath.of(config, world_size)
-    return (f"{config.sft.steps} updates of {math.rollouts_per_update} pairs, {math.rollouts_per_replica} per replica "
-            f"(dp {math.dp}), {math.micro_batches} micro-batches of {math.micro_batch_size}")
+    return f"{config.sft.steps} updates of {math.rollouts_per_update} pairs, {math.share_line()}"
 
 
 def layout_table(config: Config, world_size: int) -> str:

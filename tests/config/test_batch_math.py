@@ -21,6 +21,13 @@ def test_epochs_multiply_the_updates():
     assert math.updates_per_step == 12 and "12 updates per step (4 x 3 epochs)" in math.line()
 
 
+def test_the_line_where_the_caller_brings_the_prompts():
+    assert BatchMath.of(config(*CASE_28), 8).line_of_any_batch() == (
+        "5 samples for each prompt of a batch; 1280 rollouts per update or what is left, 640 per replica (dp 2), "
+        "160 micro-batches of 4")
+    assert "; 3 epochs over" in BatchMath.of(config("train.epochs_per_rollout=3"), 1).line_of_any_batch()
+
+
 def test_a_short_last_update_and_a_ragged_share_are_told():
     math = BatchMath(prompts_per_step=10, samples_per_prompt=1, rollouts_per_update=6, dp=4, micro_batch_size=1)
     assert (math.updates_per_step, math.last_update, math.rollouts_per_replica, math.micro_batches) == (2, 4, 2, 2)
