@@ -64,11 +64,6 @@ class PromptLoader:
         self.cursor = EpochCursor(len(self.kept), seed, shuffle)
 
     @property
-    def num_prompts(self) -> int:
-        """Prompts in one epoch."""
-        return len(self.kept)
-
-    @property
     def num_dropped(self) -> int:
         """Records left out because their prompts are too long."""
         return len(self.records) - len(self.kept)

@@ -1,7 +1,7 @@
 """Which fields of the config's blocks a source file reads, found by following types through its functions.
 
-Knows parameters annotated as a block, attributes called `config`, assignments, loops over lists of blocks, and functions
-that return a block. Reads source text only.
+Knows parameters annotated as a block, attributes called `config`, assignments, loops over lists of blocks, and
+functions that return a block. Reads source text only.
 """
 
 from __future__ import annotations
