@@ -33,15 +33,19 @@ class PackedCausal:
     """Attention of a training forward: each row of a packed micro-batch sees itself only.
 
     Rows are laid into one rectangle `[rows, heads, longest, head_dim]`, padded on the right, where no real query
-    looks. Rows of equal length are a view of the packed tokens and are not copied.
+    looks, with whatever tokens come next: padding is then finite, and since no loss reads what it answers, its
+    gradients are exactly zero. Rows of equal length are a view of the packed tokens and are not copied.
     """
 
     def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
         self.rows, self.longest = len(lengths), max(lengths)
         self.slots: Tensor | None = None  # [tokens] places in the flattened rectangle; None where they are 0, 1, 2, ...
         if min(lengths) != self.longest:
-            slots = [row * self.longest + place for row, length in enumerate(lengths) for place in range(length)]
-            self.slots = torch.tensor(slots, dtype=torch.int64, device=device)
+            sizes, place = torch.tensor(lengths)[:, None], torch.arange(self.longest)
+            self.slots = (place < sizes).flatten().nonzero().squeeze(1).to(device)
+            starts = sizes.cumsum(0) - sizes
+            # What each slot reads, [rows x longest].
+            self.tokens = (starts + place).clamp_(max=sum(lengths) - 1).flatten().to(device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = causal_attention(self._to_rows(q), self._to_rows(k), self._to_rows(v))
@@ -50,17 +54,17 @@ class PackedCausal:
 
     def _to_rows(self, x: Tensor) -> Tensor:
         """`[tokens, heads, head_dim] -> [rows, heads, longest, head_dim]`."""
-        flat = x if self.slots is None else _ToSlots.apply(x, self.slots, self.rows * self.longest)
+        flat = x if self.slots is None else _ToSlots.apply(x, self.tokens, self.slots)
         return flat.reshape(self.rows, self.longest, *x.shape[1:]).transpose(1, 2)
 
 
 class _ToSlots(torch.autograd.Function):
-    """Scatter into zeros; its gradient is a gather. Slots are distinct, so neither way needs atomic sums."""
+    """Gather. Its gradient is a gather too, from the slots that are not padding, where it is zero."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, size: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         ctx.save_for_backward(slots)
-        return x.new_zeros(size, *x.shape[1:]).index_copy_(0, slots, x)
+        return x.index_select(0, tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -68,7 +72,7 @@ class _ToSlots(torch.autograd.Function):
 
 
 class _FromSlots(torch.autograd.Function):
-    """Gather; its gradient is a scatter into zeros."""
+    """Gather; its gradient is a scatter into zeros. Slots are distinct, so it needs no atomic sums."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor) -> Tensor:

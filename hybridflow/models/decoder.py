@@ -54,8 +54,9 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, **shared)
 
     def forward(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rope, attend)
-        return x + self.mlp(self.post_norm(x))
+        # In place: nobody else keeps the new term, and its gradient does not need it.
+        x = self.attention(self.input_norm(x), rope, attend).add_(x)
+        return self.mlp(self.post_norm(x)).add_(x)
 
 
 class HeadWeight(nn.Module):
