@@ -17,8 +17,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return _forward(gate_up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -41,7 +40,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
     Returns:
         `[..., size]`.
     """
-    return _SwiGLU.apply(gate_up)
+    return _SwiGLU.apply(gate_up) if torch.is_grad_enabled() else _forward(gate_up)
+
+
+def _forward(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, signed_sin)
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
+        return _turn(x, cos, signed_sin)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -34,7 +34,11 @@ def apply_rope(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         signed_sin: `[tokens, 1, head_dim]`, the first half negated: `roll(x) * signed_sin` is then the whole
             off-diagonal part, which makes three operations of seven.
     """
-    return _Rotate.apply(x, cos, signed_sin)
+    return _Rotate.apply(x, cos, signed_sin) if torch.is_grad_enabled() else _turn(x, cos, signed_sin)
+
+
+def _turn(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 
 def apply_rope_reference(x: Tensor, angles: Tensor) -> Tensor:
