@@ -14,17 +14,17 @@ from typing import Any
 
 from hybridflow.config.batch_math import BatchMath, layout_table
 from hybridflow.config.load import to_tree
-from hybridflow.config.reading import Reading, read_any
+from hybridflow.config.reading import read_any
 from hybridflow.config.schema import Config
 from hybridflow.data.columns import records_of_columns
 from hybridflow.data.loader import TokenisedPrompt, tokenise_prompts
 from hybridflow.data.records import PromptRecord
 from hybridflow.data.row_schema import parse_row
-from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.observe.progress import open_console
 from hybridflow.observe.run_view import RunView, ViewOptions
 from hybridflow.parallel.place import launched_place
 from hybridflow.parallel.world import World
+from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.prompts import require_same
 from hybridflow.trainer.rl import RLTrainer
 
@@ -47,6 +47,7 @@ def init_trainer(config: Config | Mapping[str, Any] | str | Path, data_loader: I
 
     Raises:
         ConfigError: every fault of the config, before any process group exists.
+        ValueError: what the config names (tokenizer, model folder, reward function) is not as it must be; also before.
 
     Example:
         trainer = init_trainer(config=config, data_loader=loader, algorithm="ppo")
@@ -54,7 +55,8 @@ def init_trainer(config: Config | Mapping[str, Any] | str | Path, data_loader: I
         print(result["policy_loss"], result["value_loss"])
     """
     reading = read_any(config, launched_place(os.environ).size, algorithm)
-    return Trainer(World.from_env(reading.config.train.timeout_s), reading, data_loader)
+    inputs = Inputs.read(reading.config)
+    return Trainer(World.from_env(reading.config.train.timeout_s), inputs, data_loader, reading.notes)
 
 
 class Trainer:
@@ -64,15 +66,15 @@ class Trainer:
     prompt is text, a row of the schema of `data.row_schema`, a `PromptRecord` or a `TokenisedPrompt`.
     """
 
-    def __init__(self, world: World, reading: Reading, data_loader: Iterable[PromptBatch]) -> None:
-        config = reading.config
+    def __init__(self, world: World, inputs: Inputs, data_loader: Iterable[PromptBatch],
+                 notes: Sequence[str] = ()) -> None:
+        config = inputs.config
         self.world, self.config, self.data_loader = world, config, data_loader
-        self.tokenizer = open_tokenizer(config.model.tokenizer or config.model.path)
-        self.trainer = RLTrainer(config, world, self.tokenizer)
+        self.trainer = RLTrainer(inputs, world)
         self.view = RunView(_view_options(config), world.rank, open_console())
         self.num_steps = self.num_prompts = 0
         batches = BatchMath.of(config, world.size).line_of_any_batch()
-        for sentence in (*reading.notes, batches, layout_table(config, world.size)):
+        for sentence in (*notes, batches, layout_table(config, world.size)):
             self.view.say(sentence)
 
     def train_step(self, batch: PromptBatch) -> dict[str, float]:
@@ -123,7 +125,7 @@ class Trainer:
         if not items:
             raise ValueError("the batch has no prompts; give at least one")
         records = [_record(item, f"batch item {place}") for place, item in enumerate(items)]
-        ids = tokenise_prompts(records, self.tokenizer, self.trainer.model.vocab_size)
+        ids = tokenise_prompts(records, self.trainer.tokenizer, self.trainer.model.vocab_size)
         first = self.num_prompts
         self.num_prompts += len(items)
         return [item if isinstance(item, TokenisedPrompt) else TokenisedPrompt(first + place, ids[place], record)

@@ -1,7 +1,7 @@
 """The command line: `python -m hybridflow COMMAND CONFIG [key=value ...]`.
 
 A thin table of commands. It reads and checks the config before anything heavy is imported and before any process group
-exists; a command's own module does the rest.
+exists; a command's own module reads what the config names, and then does the rest.
 """
 
 from __future__ import annotations
@@ -53,7 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         report(error, place.rank)
         return EXIT_CONFIG
-    importlib.import_module(f"hybridflow.commands.{command.value}").run(config)
+    try:
+        job = importlib.import_module(f"hybridflow.commands.{command.value}").prepare(config)
+    except ValueError as error:  # of what the config names: data, tokenizer, model folders, reward function
+        report(error, place.rank)
+        return EXIT_CONFIG
+    job()
     return 0
 
 
@@ -72,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def report(error: ConfigError, rank: int) -> None:
+def report(error: ValueError, rank: int) -> None:
     """Print a config's faults once. Rank 0 speaks; its end ends the others, who wait so as not to end it first.
 
     Who is still there after the wait has a fault that rank 0 has not, such as a file missing on its node alone.

@@ -10,11 +10,11 @@ from hybridflow.api import Trainer, init_trainer
 from hybridflow.config.faults import ConfigError
 from hybridflow.config.reading import read_any
 from hybridflow.data.records import PromptRecord
-from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.observe.trace import Trace
 from hybridflow.parallel.world import World
 from hybridflow.trainer.build import Builder
 from hybridflow.trainer.export import export_actor
+from hybridflow.trainer.inputs import Inputs
 from tests.ranks import run_ranks
 from tests.trainer.runs import make_tokenizer, tiny_config
 
@@ -28,9 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model with its tokenizer, as a folder."""
     folder = tmp_path_factory.mktemp("model")
     config = tiny_config(make_tokenizer(folder / "tokenizer"), folder, ("train.mixed_precision=no",))
-    tokenizer = open_tokenizer(config.model.tokenizer)
-    actor = Builder(config, World.single(), tokenizer, Trace()).actor(1, 1.0)
-    export_actor(folder / "export", actor.engine, tokenizer)
+    inputs = Inputs.read(config, scores=False)
+    export_actor(folder / "export", Builder(inputs, World.single(), Trace()).actor(1, 1.0).engine, inputs.tokenizer)
     return folder / "export"
 
 
@@ -72,7 +71,7 @@ def test_the_articles_dict_trains(model: Path, tmp_path: Path, capfd: pytest.Cap
 
 
 def ranks_step(world: World, config: dict, batch: list) -> dict[str, float]:
-    trainer = Trainer(world, read_any(config, world.size), [])
+    trainer = Trainer(world, Inputs.read(read_any(config, world.size).config), [])
     result = trainer.train_step(batch)
     trainer.trainer.close()
     return result | {"micro_batch_size": trainer.config.train.micro_batch_size}
@@ -114,7 +113,7 @@ def test_fit_takes_total_steps_from_the_loader(model: Path, tmp_path: Path):
 
 
 def ranks_different_steps(world: World, config: dict, batches: list) -> str:
-    trainer = Trainer(world, read_any(config, world.size), [])
+    trainer = Trainer(world, Inputs.read(read_any(config, world.size).config), [])
     try:
         trainer.train_step(batches[world.rank])
     except ValueError as error:

@@ -5,10 +5,13 @@ Of use to change the dtype of a model, to cut a single file up, and to check tha
 
 from __future__ import annotations
 
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from hybridflow.commands.job import Job
 from hybridflow.config.layouts import Role, role_layout
 from hybridflow.config.schema import Config
 from hybridflow.config.words import MixedPrecision
@@ -20,28 +23,25 @@ from hybridflow.parallel.world import World
 from hybridflow.trainer.build import DTYPES
 
 
-def run(config: Config) -> None:
-    """Read model.path at train.layout and write it to logging.dir/export. Collective.
+def prepare(config: Config) -> Job:
+    """Read the model's shape; the job then copies model.path, read at train.layout, to logging.dir/export.
 
     The tensors keep their dtype, unless train.mixed_precision is bf16 or fp64.
     """
-    world = World.from_env(config.train.timeout_s)
-    try:
-        folder = Path(config.logging.dir) / "export"
-        _export(config, world, folder)
+    return partial(_run, config, ModelConfig.from_hf_folder(config.model.path))
+
+
+def _run(config: Config, model: ModelConfig) -> None:
+    precision, folder = config.train.mixed_precision, Path(config.logging.dir) / "export"
+    wanted = None if precision is MixedPrecision.NO else DTYPES[precision]
+    with closing(World.from_env(config.train.timeout_s)) as world:
+        written = role_layout(config, Role.ACTOR, world.size)
+        stages = tuple(written.layers_per_stage) if written.layers_per_stage else None
+        options = EngineOptions(wanted or model.file_dtype or torch.float32, layers_per_stage=stages)
+        mesh = Mesh(Grid.of(Layout(written.tp, written.pp, written.dp)), world)
+        engine = ForwardEngine(model, mesh, Head.LANGUAGE_MODEL, options)
+        engine.load(config.model.path, seed=0)
+        export_hf(folder, model, engine.shard_map, engine.storages, world, tokenizer_files(config.model.path),
+                  dtype=wanted)
         if world.rank == 0:
             print(f"Exported {config.model.path} to {folder}")
-    finally:
-        world.close()
-
-
-def _export(config: Config, world: World, folder: Path) -> None:
-    precision, written = config.train.mixed_precision, role_layout(config, Role.ACTOR, world.size)
-    model = ModelConfig.from_hf_folder(config.model.path)
-    wanted = None if precision is MixedPrecision.NO else DTYPES[precision]
-    stages = tuple(written.layers_per_stage) if written.layers_per_stage else None
-    options = EngineOptions(wanted or model.file_dtype or torch.float32, layers_per_stage=stages)
-    mesh = Mesh(Grid.of(Layout(written.tp, written.pp, written.dp)), world)
-    engine = ForwardEngine(model, mesh, Head.LANGUAGE_MODEL, options)
-    engine.load(config.model.path, seed=0)
-    export_hf(folder, model, engine.shard_map, engine.storages, world, tokenizer_files(config.model.path), dtype=wanted)

@@ -3,41 +3,48 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from hybridflow.commands.job import Job
 from hybridflow.config.schema import Config
+from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import prompt_text
-from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.exchange import share_json
 from hybridflow.observe.trace import Trace
 from hybridflow.parallel.world import World
 from hybridflow.trainer.build import Builder
-from hybridflow.trainer.prompts import held_out_prompts, read_records
+from hybridflow.trainer.inputs import Inputs
+from hybridflow.trainer.prompts import held_out_prompts, read_records, require_same
 from hybridflow.trainer.reward_source import answer_text
 from hybridflow.trainer.rollout import answer
 
 
-def run(config: Config) -> None:
-    """Answer evaluation.prompts held-out prompts into logging.dir/generations.jsonl. Collective."""
-    world = World.from_env(config.train.timeout_s)
-    try:
-        rows = _answers(config, world)
+def prepare(config: Config) -> Job:
+    """Read everything that the config names; the job then answers evaluation.prompts held-out prompts into
+    logging.dir/generations.jsonl, on all launched ranks.
+    """
+    inputs = Inputs.read(config, scores=False)
+    prompts = held_out_prompts(config, read_records(config), inputs.tokenizer, inputs.model.vocab_size)
+    return partial(_run, inputs, prompts)
+
+
+def _run(inputs: Inputs, prompts: tuple[TokenisedPrompt, ...]) -> None:
+    with closing(World.from_env(inputs.config.train.timeout_s)) as world:
+        require_same(world, [prompt.record for prompt in prompts])
+        rows = _answers(inputs, prompts, world)
         if world.rank == 0:
-            _write(Path(config.logging.dir) / "generations.jsonl", rows)
-    finally:
-        world.close()
+            _write(Path(inputs.config.logging.dir) / "generations.jsonl", rows)
 
 
-def _answers(config: Config, world: World) -> list[dict]:
-    tokenizer = open_tokenizer(config.model.tokenizer or config.model.path)
-    builder = Builder(config, world, tokenizer, Trace())
+def _answers(inputs: Inputs, prompts: tuple[TokenisedPrompt, ...], world: World) -> list[dict]:
+    config, tokenizer, stop_ids = inputs.config, inputs.tokenizer, inputs.stop_ids
+    builder, samples = Builder(inputs, world, Trace()), config.generation.samples_per_prompt
     generator, mesh = builder.generator()
-    model = builder.actor_model()
-    stop_ids, samples = builder.stop_ids(model), config.generation.samples_per_prompt
-    prompts = held_out_prompts(config, read_records(config, world), tokenizer, model.vocab_size)
-    rollout = answer(generator, mesh, prompts, builder.sampling(stop_ids), samples=samples, seed=config.train.seed,
+    rollout = answer(generator, mesh, prompts, builder.sampling(), samples=samples, seed=config.train.seed,
                      version=None, dtype=torch.promote_types(builder.dtype, torch.float32))
     log_probs = rollout.batch.columns.rollout_log_probs.split(list(rollout.batch.home_lengths(world)))
     mine = []

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 
+from hybridflow.commands.job import Job
 from hybridflow.config.batch_math import layout_table
 from hybridflow.config.schema import Config
-from hybridflow.data.tokenizer import open_tokenizer
+from hybridflow.data.loader import PromptLoader, TokenisedPrompt
+from hybridflow.data.records import DataSplit
 from hybridflow.parallel.world import World
-from hybridflow.trainer.prompts import held_out_prompts, read_records, training_prompts
+from hybridflow.trainer.inputs import Inputs
+from hybridflow.trainer.prompts import held_out_prompts, read_records, require_same, training_prompts
 from hybridflow.trainer.rl import RLTrainer
 from hybridflow.trainer.run import Run, RunParts
 
 
-def run(config: Config) -> None:
-    """Train, evaluate and export as `config` says. Collective over the launched ranks."""
-    with closing(World.from_env(config.train.timeout_s)) as world:
-        tokenizer = open_tokenizer(config.model.tokenizer or config.model.path)
-        records = read_records(config, world)
+def prepare(config: Config) -> Job:
+    """Read everything that the config names; the job then trains, evaluates and exports, on all launched ranks."""
+    records = read_records(config)
+    inputs = Inputs.read(config)
+    loader = training_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
+    held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
+    return partial(_run, inputs, records, loader, held_out)
+
+
+def _run(inputs: Inputs, records: DataSplit, loader: PromptLoader, held_out: tuple[TokenisedPrompt, ...]) -> None:
+    config = inputs.config
+    with closing(World.from_env(config.train.timeout_s)) as world, closing(RLTrainer(inputs, world)) as trainer:
+        require_same(world, (*records.train, *records.test))
         title = f"{config.algorithm.name.value}, world size {world.size}"
         whole = Run(config, world, title, config.train.total_steps)
-        with closing(RLTrainer(config, world, tokenizer)) as trainer:
-            vocab_size = trainer.model.vocab_size
-            loader = training_prompts(config, records, tokenizer, vocab_size)
-            whole.view.say(trainer.batch_line())
-            whole.view.say(layout_table(config, world.size))
-            if loader.num_dropped:
-                whole.view.say(f"{loader.num_dropped} of {len(records.train)} prompts are too long and were dropped.")
-            held_out = held_out_prompts(config, records, tokenizer, vocab_size)
-            whole.fit(RunParts(
-                step=lambda: trainer.step(next(loader)), export=trainer.export, trace=trainer.trace,
-                timer=trainer.timer, grid=trainer.roles.actor.engine.mesh.grid,
-                evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
-                samples=lambda: trainer.samples(config.logging.samples),
-                trouble=lambda: trainer.roles.rewards.last_fault,
-            ))
+        whole.view.say(trainer.batch_line())
+        whole.view.say(layout_table(config, world.size))
+        if loader.num_dropped:
+            whole.view.say(f"{loader.num_dropped} of {len(records.train)} prompts are too long and were dropped.")
+        whole.fit(RunParts(
+            step=lambda: trainer.step(next(loader)), export=trainer.export, trace=trainer.trace, timer=trainer.timer,
+            grid=trainer.roles.actor.engine.mesh.grid,
+            evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
+            samples=lambda: trainer.samples(config.logging.samples),
+            trouble=lambda: trainer.roles.rewards.last_fault,
+        ))

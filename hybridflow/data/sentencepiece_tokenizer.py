@@ -76,16 +76,13 @@ class SentencePieceTokenizer:
 
 
 def train_sentencepiece(
-    lines: Iterable[str],
-    folder: str | Path,
-    vocab_size: int,
-    symbols: tuple[str, ...] = (),
+    lines: Iterable[str], vocab_size: int, symbols: tuple[str, ...] = ()
 ) -> SentencePieceTokenizer:
-    """Train a BPE tokenizer on `lines` and save it into `folder` (Hugging Face form included).
+    """Train a BPE tokenizer on `lines`; nothing is written (see `save`).
 
     Lossless: no normalisation, spaces kept as they are, unseen characters become their UTF-8 bytes. Digits are single
     tokens. `symbols` are kept whole. Ids: 0 unknown, 1 bos, 2 eos, then symbols, 256 bytes, pieces.
-    The same lines give the same file, byte for byte (one thread, no sampling).
+    The same lines give the same tokenizer, byte for byte (one thread, no sampling).
     Raises ValueError if the corpus does not yield or does not fit `vocab_size`.
     """
     model = io.BytesIO()
@@ -98,9 +95,7 @@ def train_sentencepiece(
         )  # fmt: skip
     except RuntimeError as error:
         raise ValueError(f"vocab_size {vocab_size}: {_training_fault(str(error))}") from error
-    tokenizer = SentencePieceTokenizer(model.getvalue(), str(folder))
-    tokenizer.save(folder)
-    return tokenizer
+    return SentencePieceTokenizer(model.getvalue(), "a new tokenizer")
 
 
 def _training_fault(message: str) -> str:

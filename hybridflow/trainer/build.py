@@ -17,9 +17,7 @@ from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.layouts import Role, generation_layout, role_layout
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config, OptimizerConfig
-from hybridflow.config.shapes import spec_decoder
 from hybridflow.config.words import AlgorithmName, KLWhere, MixedPrecision
-from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.engine.native import EngineOptions, ForwardEngine, ScheduleKind, TrainEngine
 from hybridflow.generation.engine import GenerationLimits, Generator
 from hybridflow.generation.records import SamplingParams
@@ -32,8 +30,8 @@ from hybridflow.observe.trace import Lane, Trace, TraceCategory
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.optimizer import AdamWSettings, Decay, LrSchedule
 from hybridflow.parallel.world import World
-from hybridflow.rewards.function import ReasoningScoring, RewardFunction
 from hybridflow.trainer.advantage import Advantages, GrpoAdvantages, KlPenalty, PpoAdvantages
+from hybridflow.trainer.inputs import Inputs, model_shape
 from hybridflow.trainer.reward_source import FunctionRewards, ModelRewards
 from hybridflow.trainer.roles import Reduction, ScoringRole, TrainedRole
 
@@ -45,10 +43,13 @@ MIB = 2**20
 class Builder:
     """Makes the parts of a run. Engines are collective: every rank makes the same ones in the same order."""
 
-    config: Config
+    inputs: Inputs
     world: World
-    tokenizer: Tokenizer | None
     trace: Trace
+
+    @property
+    def config(self) -> Config:
+        return self.inputs.config
 
     @property
     def seed(self) -> int:
@@ -57,32 +58,6 @@ class Builder:
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.config.train.mixed_precision]
-
-    def model(self, path: str | None) -> ModelConfig:
-        """The shape of the model in folder `path`, or of model.spec; it ends where the tokenizer's texts end."""
-        if path is not None:
-            return ModelConfig.from_hf_folder(path)
-        spec, tokenizer = self.config.model.spec, self.tokenizer
-        assert spec is not None, "the config was checked"
-        model = spec_decoder(spec, tokenizer.vocab_size if tokenizer else 0)
-        return replace(model, eos_token_ids=tokenizer.stop_ids) if tokenizer else model
-
-    def actor_model(self) -> ModelConfig:
-        return self.model(self.config.model.path)
-
-    def stop_ids(self, model: ModelConfig) -> tuple[int, ...]:
-        """Every id that ends a response: the tokenizer's and the model's ends, and generation.stop."""
-        own = self.tokenizer.stop_ids if self.tokenizer else ()
-        wanted = [self._stop_id(stop) for stop in self.config.generation.stop]
-        return tuple(dict.fromkeys((*own, *model.eos_token_ids, *wanted)))
-
-    def _stop_id(self, stop: int | str) -> int:
-        if isinstance(stop, int):
-            return stop
-        ids = self.tokenizer.encode(stop) if self.tokenizer else []
-        if len(ids) != 1:
-            raise ValueError(f"generation.stop {stop!r} is {len(ids)} tokens; it must be one token, or an id")
-        return ids[0]
 
     def actor(self, updates: int, temperature: float) -> TrainedRole:
         """The actor with its start weights; its learning rate ends after `updates` optimizer steps.
@@ -103,7 +78,7 @@ class Builder:
 
     def generator(self) -> tuple[Generator, Mesh]:
         """The actor's folder loaded straight into the generation layout, for answering alone."""
-        model, mesh = self.actor_model(), self._mesh(generation_layout(self.config, self.world.size))
+        model, mesh = self.inputs.model, self._mesh(generation_layout(self.config, self.world.size))
         stage = generation_stage(model, mesh, self.dtype)
         storages = {name: param.data for name, param in stage.named_parameters()}
         shard_map = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
@@ -119,21 +94,11 @@ class Builder:
                             bucket_bytes=self.config.generation.reshard_bucket_mb * MIB,
                             limits=self._limits)
 
-    def rewards(self, stop_ids: tuple[int, ...]) -> FunctionRewards | ModelRewards:
-        """The reward model if there is one, else the reward function, else the tasks' own scorer."""
-        path = self.config.model.reward_model.path
-        if path is not None:
-            return ModelRewards(self._scoring(Role.REWARD, Head.SCORE, path))
-        assert self.tokenizer is not None, "the config was checked"
-        return FunctionRewards(self._reward_function(), self.tokenizer, stop_ids, self.world)
-
-    def _reward_function(self) -> RewardFunction:
-        reward = self.config.reward
-        if reward.function is not None:
-            return RewardFunction.load(reward.function, timeout_s=reward.timeout_s)
-        tasks = [task.name for task in self.config.data.tasks]
-        return RewardFunction.reasoning_gym(ReasoningScoring(reward.reasoning_gym.value), tasks,
-                                            timeout_s=reward.timeout_s)
+    def rewards(self) -> FunctionRewards | ModelRewards:
+        """The reward model if there is one, else the reward function."""
+        if self.inputs.reward_function is None:
+            return ModelRewards(self._scoring(Role.REWARD, Head.SCORE, self.config.model.reward_model.path))
+        return FunctionRewards(self.inputs.reward_function, self.inputs.tokenizer, self.inputs.stop_ids, self.world)
 
     def advantages(self) -> Advantages:
         algorithm = self.config.algorithm
@@ -158,10 +123,10 @@ class Builder:
     def critic_objective(self) -> CriticObjective:
         return CriticObjective(self.config.algorithm.value_clip, self.config.algorithm.value_loss_coef)
 
-    def sampling(self, stop_ids: tuple[int, ...]) -> SamplingParams:
+    def sampling(self) -> SamplingParams:
         generation = self.config.generation
         return SamplingParams(generation.max_new_tokens, generation.temperature, generation.top_k, generation.top_p,
-                              stop_ids)
+                              self.inputs.stop_ids)
 
     def reduction(self) -> Reduction:
         algorithm = self.config.algorithm
@@ -172,7 +137,7 @@ class Builder:
 
     def _trained(self, role: Role, head: Head, path: str | None, optimizer: OptimizerConfig,
                  updates: int, temperature: float = 1.0) -> TrainedRole:
-        train, model = self.config.train, self.model(path)
+        train, model = self.config.train, self._model(path)
         adamw = AdamWSettings(tuple(optimizer.betas), optimizer.eps, optimizer.weight_decay, optimizer.clip_grad_norm)
         lr = LrSchedule(optimizer.lr, optimizer.warmup_steps, updates, Decay(optimizer.decay.value), optimizer.min_lr)
         layout = role_layout(self.config, role, self.world.size)
@@ -184,9 +149,12 @@ class Builder:
 
     def _scoring(self, role: Role, head: Head, path: str | None, temperature: float = 1.0) -> ScoringRole:
         layout = role_layout(self.config, role, self.world.size)
-        engine = ForwardEngine(self.model(path), self._mesh(layout), head, self._options(layout, temperature))
+        engine = ForwardEngine(self._model(path), self._mesh(layout), head, self._options(layout, temperature))
         self._start(engine, path)
         return ScoringRole(engine, self._rows_at_once, self._lane)
+
+    def _model(self, path: str | None) -> ModelConfig:
+        return model_shape(self.config, path, self.inputs.tokenizer)
 
     def _start(self, engine: ForwardEngine, path: str | None) -> None:
         if path is None:

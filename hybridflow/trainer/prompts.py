@@ -18,21 +18,11 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.exchange import share_json
 from hybridflow.parallel.world import World
 
-
-def read_records(config: Config, world: World) -> DataSplit:
-    """Training and held-out records, the same on every rank. Collective.
-
-    Raises:
-        ValueError: ranks have read different data (a file differs between nodes, or a task is not deterministic), or
-            a held-out prompt is a training prompt too.
-    """
-    records = _read(config)
-    require_same(world, (*records.train, *records.test), "check that data files are the same on every node, and set "
-                 "PYTHONHASHSEED=0 where a reasoning-gym task depends on it")
-    return records
+FILES_DIFFER = ("check that data files are the same on every node, and set PYTHONHASHSEED=0 where a reasoning-gym task "
+                "depends on it")
 
 
-def require_same(world: World, records: Sequence[PromptRecord], advice: str) -> None:
+def require_same(world: World, records: Sequence[PromptRecord], advice: str = FILES_DIFFER) -> None:
     """Every rank holds the same `records`. Collective.
 
     Raises:
@@ -44,7 +34,13 @@ def require_same(world: World, records: Sequence[PromptRecord], advice: str) -> 
         raise ValueError(f"ranks {odd} have other prompts than rank 0: {advice}")
 
 
-def _read(config: Config) -> DataSplit:
+def read_records(config: Config) -> DataSplit:
+    """Training and held-out records.
+
+    Raises:
+        ValueError: a file, a row, a task or its settings are not as they must be, or a held-out prompt is a training
+            prompt too.
+    """
     data = config.data
     if data.source is DataSource.REASONING_GYM:
         return build_reasoning_mix(_specs(data.tasks), data.size, data.test_size, config.train.seed,

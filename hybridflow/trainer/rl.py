@@ -8,10 +8,8 @@ from pathlib import Path
 from hybridflow.batch import Batch
 from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.layouts import Role, roles
-from hybridflow.config.schema import Config
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import prompt_text
-from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.exchange import share_json
 from hybridflow.observe.phases import PhaseTimer
 from hybridflow.observe.samples import RolloutSample
@@ -21,6 +19,7 @@ from hybridflow.trainer.build import Builder, rl_updates
 from hybridflow.trainer.dataflow import Dataflow, Metrics, Roles, StepPlan
 from hybridflow.trainer.evaluate import Evaluator
 from hybridflow.trainer.export import export_actor
+from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.reward_source import answer_text
 from hybridflow.trainer.rollout import Sampler
 
@@ -34,16 +33,15 @@ class RLTrainer:
         trace: records one step when it is started.
     """
 
-    def __init__(self, config: Config, world: World, tokenizer: Tokenizer) -> None:
-        """Raises ValueError where a model's folder does not fit, or a reward function cannot be loaded."""
-        self.config, self.world, self.tokenizer = config, world, tokenizer
+    def __init__(self, inputs: Inputs, world: World) -> None:
+        """Raises ValueError where a model's folder does not hold what its config says."""
+        self.inputs, self.world = inputs, world
+        self.config, self.tokenizer, self.model = inputs.config, inputs.tokenizer, inputs.model
         settle = settle_device(world.device)
         self.trace = Trace(settle)
         self.timer = PhaseTimer(self.trace, settle)
-        builder = Builder(config, world, tokenizer, self.trace)
-        self.model = builder.actor_model()
-        self.stop_ids = builder.stop_ids(self.model)
-        self.sampling = builder.sampling(self.stop_ids)
+        builder = Builder(inputs, world, self.trace)
+        self.sampling = builder.sampling()
         self.roles = self._make_roles(builder)
         self.dataflow = Dataflow(self.roles, builder.advantages(), builder.actor_objective(),
                                  builder.critic_objective(), self._plan(), self.timer)
@@ -56,7 +54,7 @@ class RLTrainer:
         return Roles(
             actor,
             Sampler(builder.hybrid(actor), self.config.train.seed, self.timer, self.trace.lane(TraceCategory.RESHARD)),
-            builder.rewards(self.stop_ids),
+            builder.rewards(),
             critic=builder.critic(updates) if Role.CRITIC in wanted else None,
             reference=builder.reference() if Role.REFERENCE in wanted else None,
         )
@@ -79,7 +77,7 @@ class RLTrainer:
         batch, each = self.batch, self.config.generation.samples_per_prompt
         assert batch is not None and batch.scores is not None
         wanted = [prompt * each for prompt in range(min(count, len(self.prompts)))]
-        mine = [(row, answer_text(self.tokenizer, sample.response, self.stop_ids))
+        mine = [(row, answer_text(self.tokenizer, sample.response, self.inputs.stop_ids))
                 for row, sample in zip(batch.home[self.world.rank], batch.samples, strict=True) if row in wanted]
         answers = dict(pair for pairs in share_json(self.world, mine) for pair in pairs)
         records = [self.prompts[batch.groups[row]].record for row in wanted]

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from hybridflow.algorithms.losses import finish_metrics, supervised_loss
 from hybridflow.batch import Rows
-from hybridflow.config.schema import Config
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.sft import SftExample
-from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.engine.native import Output
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.models.decoder import HeadOutput
@@ -21,6 +19,7 @@ from hybridflow.trainer.build import Builder
 from hybridflow.trainer.dataflow import RewardSource
 from hybridflow.trainer.evaluate import Evaluator
 from hybridflow.trainer.export import export_actor
+from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.roles import response_counts
 from hybridflow.trainer.rollout import Sampler
 
@@ -28,15 +27,14 @@ from hybridflow.trainer.rollout import Sampler
 class SupervisedTrainer:
     """Minimises the negative log-prob of the responses. Making one is collective, and so is every method."""
 
-    def __init__(self, config: Config, world: World, tokenizer: Tokenizer) -> None:
-        self.config, self.world, self.tokenizer = config, world, tokenizer
+    def __init__(self, inputs: Inputs, world: World) -> None:
+        self.world = world
+        self.config, self.tokenizer, self.model = inputs.config, inputs.tokenizer, inputs.model
         settle = settle_device(world.device)
         self.trace = Trace(settle)
         self.timer = PhaseTimer(self.trace, settle)
-        self.builder = Builder(config, world, tokenizer, self.trace)
-        self.model = self.builder.actor_model()
-        self.stop_ids = self.builder.stop_ids(self.model)
-        self.actor = self.builder.actor(config.sft.steps, temperature=1.0)
+        self.builder = Builder(inputs, world, self.trace)
+        self.actor = self.builder.actor(self.config.sft.steps, temperature=1.0)
         self.rewards: RewardSource | None = None
 
     def step(self, examples: Sequence[SftExample]) -> dict[str, float]:
@@ -57,8 +55,8 @@ class SupervisedTrainer:
         """What asks the current actor `prompts`, greedily, on the generation layout."""
         sampler = Sampler(self.builder.hybrid(self.actor), self.config.train.seed, self.timer,
                           self.trace.lane(TraceCategory.RESHARD))
-        self.rewards = self.builder.rewards(self.stop_ids)
-        return Evaluator(sampler, self.rewards, prompts, self.builder.sampling(self.stop_ids))
+        self.rewards = self.builder.rewards()
+        return Evaluator(sampler, self.rewards, prompts, self.builder.sampling())
 
     def close(self) -> None:
         """End the workers of the reward function, if any."""

@@ -9,7 +9,6 @@ from hybridflow.config.command import Command
 from hybridflow.config.layouts import generation_layout
 from hybridflow.config.load import load_config
 from hybridflow.config.validate import validate
-from hybridflow.parallel.world import World
 from hybridflow.trainer.prompts import read_records
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -64,7 +63,7 @@ def test_the_comments_count_right():
 def test_reinforcement_learning_is_tested_on_words_that_no_warm_start_has_seen():
     prompts = []
     for name in ("sft_tiny", "ppo_tiny", "grpo_tiny"):
-        records = read_records(load_config(CONFIGS / f"{name}.yaml"), World.single())
+        records = read_records(load_config(CONFIGS / f"{name}.yaml"))
         prompts.append([{record.prompt for record in part} for part in (records.train, records.test)])
     trained, tested = (set().union(*parts) for parts in zip(*prompts))
     assert not trained & tested and {len(prompt) for prompt in tested} == {len("words=")}

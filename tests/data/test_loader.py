@@ -165,7 +165,7 @@ def test_sft_names_the_keys_that_bound_a_pair():
 
 def test_a_loader_of_4000_prompts_starts_fast(tmp_path):
     texts = [f"What is {a} + {b}?" for a in range(64) for b in range(64)]
-    tokenizer = train_sentencepiece(texts, tmp_path, 280)
+    tokenizer = train_sentencepiece(texts, 280)
     started = time.process_time()
     PromptLoader(records(texts), tokenizer, 8, 0, max_prompt_length=64)
     assert time.process_time() - started < 1.0

@@ -48,7 +48,7 @@ def random_texts(count: int) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
-    train_sentencepiece(LINES, path, 300, symbols=("<think>", "</think>"))
+    train_sentencepiece(LINES, 300, symbols=("<think>", "</think>")).save(path)
     return path
 
 
@@ -58,7 +58,7 @@ def tokenizer(folder):
 
 
 def test_training_is_deterministic_to_the_byte(folder, tmp_path):
-    train_sentencepiece(iter(LINES), tmp_path, 300, symbols=("<think>", "</think>"))
+    train_sentencepiece(iter(LINES), 300, symbols=("<think>", "</think>")).save(tmp_path)
     for name in ("tokenizer.model", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
@@ -177,9 +177,9 @@ def test_models_trained_elsewhere(tmp_path, name, piece_model):
 
 def test_a_vocabulary_that_the_corpus_cannot_fill_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"vocab_size 4000: the corpus has too few distinct pieces.*at most \d+"):
-        train_sentencepiece(LINES, tmp_path, 4000)
+        train_sentencepiece(LINES, 4000)
     with pytest.raises(ValueError, match="vocab_size 100"):
-        train_sentencepiece(LINES, tmp_path, 100)
+        train_sentencepiece(LINES, 100)
 
 
 def test_a_word_model_has_no_huggingface_form_and_leaves_no_files(tmp_path):

@@ -7,8 +7,8 @@ from pathlib import Path
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import Config
 from hybridflow.data.sentencepiece_tokenizer import train_sentencepiece
-from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.parallel.world import World
+from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.prompts import read_records, training_prompts
 from hybridflow.trainer.rl import RLTrainer
 
@@ -17,7 +17,7 @@ VOCAB = 273
 
 def make_tokenizer(folder: Path) -> Path:
     """A tokenizer of digits and bytes."""
-    train_sentencepiece([f"{a} + {b} = {a + b}" for a in range(30) for b in range(30)], folder, VOCAB)
+    train_sentencepiece([f"{a} + {b} = {a + b}" for a in range(30) for b in range(30)], VOCAB).save(folder)
     return folder / "tokenizer.model"
 
 
@@ -42,9 +42,8 @@ def tiny_config(tokenizer: Path, folder: Path, overrides: tuple[str, ...] = ()) 
 
 def run_steps(world: World, config: Config, steps: int) -> tuple[list[dict[str, float]], list[list[tuple[int, ...]]]]:
     """Metrics and responses (in row order, those at home here) of `steps` steps."""
-    tokenizer = open_tokenizer(config.model.tokenizer)
-    trainer = RLTrainer(config, world, tokenizer)
-    loader = training_prompts(config, read_records(config, world), tokenizer, trainer.model.vocab_size)
+    trainer = RLTrainer(Inputs.read(config), world)
+    loader = training_prompts(config, read_records(config), trainer.tokenizer, trainer.model.vocab_size)
     metrics, responses = [], []
     for _ in range(steps):
         metrics.append(trainer.step(next(loader)))

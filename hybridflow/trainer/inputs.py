@@ -1,0 +1,85 @@
+"""What a run reads before its ranks meet: tokenizer, the actor's shape, the reward function.
+
+Whatever is wrong with these is a ValueError here, before a process group or a device is touched. It makes no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hybridflow.config.schema import Config
+from hybridflow.config.shapes import spec_decoder
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
+from hybridflow.models.config import ModelConfig
+from hybridflow.rewards.function import ReasoningScoring, RewardFunction
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Example: `Inputs.read(config).model.vocab_size`.
+
+    Attributes:
+        model: the actor's shape.
+        stop_ids: every id that ends a response: the tokenizer's and the model's ends, and generation.stop.
+        reward_function: with its workers running; None where a reward model scores, or nothing does.
+    """
+
+    config: Config
+    tokenizer: Tokenizer
+    model: ModelConfig
+    stop_ids: tuple[int, ...]
+    reward_function: RewardFunction | None
+
+    @classmethod
+    def read(cls, config: Config, tokenizer: Tokenizer | None = None, *, scores: bool = True) -> Inputs:
+        """Open what `config` names.
+
+        Args:
+            tokenizer: one that has just been made; None opens the configured one.
+            scores: whether answers will be scored; a reward function is started only then.
+
+        Raises:
+            ValueError: a file, a token to stop at, or the reward function is not as it must be.
+        """
+        opened = open_tokenizer(config.model.tokenizer or config.model.path) if tokenizer is None else tokenizer
+        model = model_shape(config, config.model.path, opened)
+        return cls(config, opened, model, stop_ids(config, opened, model), _reward_function(config) if scores else None)
+
+
+def model_shape(config: Config, path: str | None, tokenizer: Tokenizer | None) -> ModelConfig:
+    """The shape of the model in folder `path`, or of model.spec; that one ends where the tokenizer's texts end."""
+    if path is not None:
+        return ModelConfig.from_hf_folder(path)
+    assert config.model.spec is not None, "the config was checked"
+    model = spec_decoder(config.model.spec, tokenizer.vocab_size if tokenizer else 0)
+    return replace(model, eos_token_ids=tokenizer.stop_ids) if tokenizer else model
+
+
+def stop_ids(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
+    """Every id that ends a response.
+
+    Raises:
+        ValueError: an entry of generation.stop is no single token of the vocabulary.
+    """
+    wanted = [_stop_id(stop, tokenizer, model) for stop in config.generation.stop]
+    return tuple(dict.fromkeys((*tokenizer.stop_ids, *model.eos_token_ids, *wanted)))
+
+
+def _stop_id(stop: int | str, tokenizer: Tokenizer, model: ModelConfig) -> int:
+    ids = [stop] if isinstance(stop, int) else tokenizer.encode(stop)
+    if len(ids) != 1:
+        raise ValueError(f"generation.stop {stop!r} is {len(ids)} tokens; it must be one token, or an id")
+    if not 0 <= ids[0] < model.vocab_size:
+        raise ValueError(f"generation.stop {stop!r} is no id of the vocabulary; ids are 0 to {model.vocab_size - 1}")
+    return ids[0]
+
+
+def _reward_function(config: Config) -> RewardFunction | None:
+    reward = config.reward
+    if config.model.reward_model.path is not None:
+        return None
+    if reward.function is not None:
+        return RewardFunction.load(reward.function, timeout_s=reward.timeout_s)
+    tasks = [task.name for task in (*config.data.tasks, *config.data.test_tasks)]
+    scoring = ReasoningScoring(reward.reasoning_gym.value)
+    return RewardFunction.reasoning_gym(scoring, tasks, timeout_s=reward.timeout_s)
