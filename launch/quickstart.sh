@@ -6,5 +6,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$ROOT"
 setup_env
 
+export CUDA_VISIBLE_DEVICES=   # four ranks on any machine, also one with a single GPU
 "$VENV/bin/python" -m hybridflow sft configs/sft_tiny.yaml
 "$VENV/bin/torchrun" --standalone --nproc-per-node 4 -m hybridflow train configs/ppo_tiny.yaml "$@"

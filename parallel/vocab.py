@@ -125,9 +125,11 @@ class _TokenLogProbs(torch.autograd.Function):
         row, mine = _local_rows(targets, start, start + weight.shape[0])
         peak, sums = _local_statistics(_operand(hidden), _operand(weight), row, mine, temperature)
         top = all_reduce(peak.clone(), tp, dist.ReduceOp.MAX)
-        # Local sums are relative to the local peak: move them to the global one before adding them up.
+        # All is relative to the local peak: move it to the global one before adding it up. The target stays relative to
+        # the peak to the end, since differences of large logits would cost the digits that matter.
         sums[1] += (peak - top) * sums[0]
         sums[:2] *= torch.exp(peak - top)
+        sums[2] += (peak - top) * mine
         total, weighted, target = all_reduce(sums, tp)
         log_total = total.log()
         entropy = log_total - weighted / total
@@ -135,7 +137,7 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, row, mine, log_normaliser, entropy)
         ctx.tp, ctx.temperature = tp, temperature
         ctx.set_materialize_grads(False)  # an entropy that is only logged must not cost its gradient
-        return target - log_normaliser, entropy if with_entropy else None
+        return target - log_total, entropy if with_entropy else None
 
     @staticmethod
     def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -177,15 +179,15 @@ def _logit_grad(
 def _local_statistics(
     x: Tensor, w: Tensor, row: Tensor, mine: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Of this rank's logits z: max z `[targets]`, and `[3, targets]`: sum e^(z - max), sum e^(z - max) (z - max), z of
-    the target (0 where another rank has it).
+    """Of this rank's logits z: max z `[targets]`, and `[3, targets]`: sum e^(z - max), sum e^(z - max) (z - max),
+    z - max of the target (0 where another rank has it).
     """
     peaks, sums = [], []
     for rows in _row_slices(x.shape[0], w.shape[0]):
         z = _matmul(x[rows], w.T).div_(temperature)  # [rows, vocab/tp]
-        target = z.gather(1, row[rows, None])[:, 0] * mine[rows]
         peak = z.amax(1)
         z -= peak[:, None]
+        target = z.gather(1, row[rows, None])[:, 0] * mine[rows]
         e = z.exp()
         peaks.append(peak)
         sums.append(torch.stack([e.sum(1), (e * z).sum(1), target]))
