@@ -68,7 +68,8 @@ _POLICY = (
                _TOKENS),
     MetricInfo("policy/log_prob_gap_mean", "nats", "Absolute difference of a token's log-prob as generated and in the "
                "training layout, before any update.", _TOKENS),
-    MetricInfo("policy/log_prob_gap_max", "nats", "Greatest such gap of a token: rounding, a few 1e-7 of the largest logit in fp32.", "-"),
+    MetricInfo("policy/log_prob_gap_max", "nats", "Greatest such gap of a token. Rounding: a few 1e-7 of the "
+               "largest logit in fp32.", "-"),
     MetricInfo("policy/grad_norm", "norm", "Global L2 norm of the actor's gradient, before clipping.", _UPDATES),
     MetricInfo("policy/lr", "1", "The actor's learning rate at the last optimizer step.", "-"),
 )
