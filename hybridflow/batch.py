@@ -21,8 +21,8 @@ from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.transfer import execute
 from hybridflow.parallel.world import World
 
+# For each rank of the world the rows it holds, in the order it keeps them.
 RowsOfRank = tuple[tuple[int, ...], ...]
-"""For each rank of the world the rows it holds, in the order it keeps them."""
 
 
 def split_rows(rows: Sequence[int], parts: int) -> list[tuple[int, ...]]:

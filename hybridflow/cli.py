@@ -21,6 +21,7 @@ from hybridflow.config.faults import ConfigError
 from hybridflow.parallel.place import launched_place
 
 EXIT_CONFIG = 2  # argparse's own code for a wrong command line
+EXIT_INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
 OTHERS_WAIT_S = 10.0
 HELP = {
     Command.TRAIN: "reinforcement learning: generate, score, train, again",
@@ -37,8 +38,17 @@ every key:         python -m hybridflow keys
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, or 2 for a fault in the command line, the launch or the config."""
+    """Run one command. Returns the exit code: 0, 2 for a fault in the command line, the launch or the config, or 130."""
     arguments = parser().parse_args(argv)
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command of a parsed command line; the exit code as `main`'s."""
     if arguments.command == "keys":
         print(key_table())
         return 0

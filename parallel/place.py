@@ -31,18 +31,31 @@ def launched_place(env: Mapping[str, str]) -> Place:
     SLURM_STEP_ID only in the tasks of a step, which srun starts.
 
     Raises:
-        ValueError: some but not all of a launcher's variables are set.
+        ValueError: some but not all of a launcher's variables are set, or one that should be a number is none.
     """
     if "WORLD_SIZE" in env or "RANK" in env:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing and env.get("WORLD_SIZE") != "1":
             raise ValueError(f"launched with RANK/WORLD_SIZE but without {', '.join(missing)}: start it with torchrun")
-        return Place(int(env.get("RANK", 0)), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", env.get("RANK", 0))))
-    if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        rank = _number(env, "RANK", 0)
+        return Place(rank, _number(env, "WORLD_SIZE", 1), _number(env, "LOCAL_RANK", rank))
+    if "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS", 1) > 1:
         missing = [name for name in ("SLURM_PROCID", "MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:
             raise ValueError(f"srun started {env['SLURM_NTASKS']} tasks but {', '.join(missing)} is not set: "
                              "export MASTER_ADDR and MASTER_PORT before srun, as launch/slurm.sbatch does")
-        return Place(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", 0)),
-                     env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+        return Place(_number(env, "SLURM_PROCID", 0), _number(env, "SLURM_NTASKS", 1), _number(env, "SLURM_LOCALID", 0),
+                     env["MASTER_ADDR"], _number(env, "MASTER_PORT", 0))
     return Place(0, 1, 0)
+
+
+def _number(env: Mapping[str, str], name: str, missing: int) -> int:
+    """A variable that is a whole number.
+
+    Raises:
+        ValueError: it is set to something else.
+    """
+    text = env.get(name, str(missing))
+    if not text.isdecimal():
+        raise ValueError(f"the environment has {name}={text!r}, which is no number: start it with torchrun or srun")
+    return int(text)

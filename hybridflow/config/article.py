@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from hybridflow.config.faults import Fault, listed, nearest_key
+from hybridflow.config.batch_math import ceil_div
+from hybridflow.config.faults import Fault, listed, nearest_key, shown
 from hybridflow.config.hints import field_types
 from hybridflow.config.load import Tree
 from hybridflow.config.schema import AlgorithmConfig
@@ -51,8 +52,11 @@ def translate(article: Mapping[str, Any], world_size: int) -> tuple[Tree, list[F
     _precision(train, notes)
     tree["train"] = train
     tree["model"] = _models(model, faults)
-    own = _taken(tree, "algorithm", faults)
-    tree["algorithm"] = {**own, **_algorithm(algorithm, faults, notes)}
+    own, theirs = _taken(tree, "algorithm", faults), _algorithm(algorithm, faults, notes)
+    faults += [Fault(f"algorithm.{name}", theirs[name], f"but the algorithm block says {shown(own[name])}",
+                     "name it in one of the two") for name in own.keys() & theirs.keys()
+               if str(own[name]).lower() != str(theirs[name]).lower()]
+    tree["algorithm"] = {**own, **theirs}
     if not _asks_for_kl(tree["algorithm"]):
         notes.append("rl_algorithm names no KL penalty: no reference model is held (algorithm.kl.where is none)")
     return tree, faults, notes
@@ -86,6 +90,9 @@ def _batch(train: Tree, world_size: int, faults: list[Fault], notes: list[str]) 
         faults.append(Fault("train.gradient_accumulation_steps", steps,
                             f"global_batch_size {total} is not micro_batch_size {micro} x {steps} = {micro * steps}",
                             f"choose global_batch_size {micro * steps}"))
+    if _whole(total) and steps is None and total % micro:
+        faults.append(Fault("train.global_batch_size", total, f"is not a multiple of micro_batch_size {micro}",
+                            f"choose global_batch_size {ceil_div(total, micro) * micro}"))
     if micro % dp:
         faults.append(Fault("train.micro_batch_size", micro, f"counts all {dp} data-parallel ranks, among which "
                             f"{micro} rollouts cannot be shared out evenly", f"choose a multiple of {dp}"))
@@ -93,9 +100,10 @@ def _batch(train: Tree, world_size: int, faults: list[Fault], notes: list[str]) 
     train["micro_batch_size"] = micro // dp
     if "global_batch_size" not in train and _whole(steps):
         train["global_batch_size"] = micro * steps
-    notes.append(f"train.micro_batch_size {micro} is read over all data-parallel ranks, as N = M x S "
-                 f"({train.get('global_batch_size')} = {micro} x {steps}) needs: each of the {dp} replicas takes "
-                 f"{micro // dp} at once")
+    total = train.get("global_batch_size")
+    numbers = f" ({total} = {micro} x {total // micro})" if _whole(total) else ""
+    notes.append(f"train.micro_batch_size {micro} is read over all data-parallel ranks, as N = M x S{numbers} needs: "
+                 f"each of the {dp} replicas takes {micro // dp} at once")
 
 
 def _replicas(layout: object, world_size: int) -> int | None:

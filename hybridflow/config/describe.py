@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridflow.config.faults import shown
 from hybridflow.config.hints import block_of, field_types
-from hybridflow.config.load import plain
+from hybridflow.config.faults import plain
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 

@@ -6,8 +6,10 @@ Owns the fault, the error that carries every fault, and the search for the key t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from enum import Enum
+from typing import Any
 
 # Names that other systems give to our keys: the typo `tensor_parallel_szie` should lead to train.layout.tp.
 OTHER_NAMES = {
@@ -85,8 +87,20 @@ def require_none(source: str, faults: Sequence[Fault]) -> None:
 
 def shown(value: object) -> str:
     """A value as it would be written in YAML, cut where it is long."""
+    value = plain(value)
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def plain(value: object) -> Any:
+    """A value of a config with words in the place of enums, and dicts in the place of blocks."""
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(vars(value)[field.name]) for field in fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 def nearest_key(unknown: str, block: Iterable[str], known: Iterable[str]) -> str | None:

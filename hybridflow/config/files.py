@@ -16,8 +16,8 @@ TRAINED_TOKENIZER = "tokenizer.model"
 
 
 def missing_files(config: Config, command: Command) -> list[Fault]:
-    """A fault for each file or folder that `command` would read and that is not there."""
-    faults = [*_models(config, command)]
+    """A fault for each file or folder that `command` would read or make, and that is not there or cannot be made."""
+    faults = [*_models(config, command), *_run_folder(config.logging.dir)]
     if command is Command.EXPORT:
         return faults
     faults += _tokenizer(config, command)
@@ -26,6 +26,13 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
     if command in (Command.TRAIN, Command.API, Command.SFT):
         faults += _reward_function(config.reward.function)
     return faults
+
+
+def _run_folder(folder: str) -> Iterator[Fault]:
+    """The folder is made where it is missing, which a file in its way prevents."""
+    file = next((path for path in (Path(folder), *Path(folder).parents) if path.exists()), None)
+    if file is not None and not file.is_dir():
+        yield Fault("logging.dir", folder, f"{file} is a file", "choose another folder")
 
 
 def _models(config: Config, command: Command) -> Iterator[Fault]:

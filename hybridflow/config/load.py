@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, make_dataclass
+from dataclasses import make_dataclass
 from enum import Enum
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +18,8 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridflow.config.faults import ConfigError, Fault, nearest_key, require_none
-from hybridflow.config.hints import block_of, described, field_types, is_list, words_of
+from hybridflow.config.faults import ConfigError, Fault, nearest_key, plain, require_none
+from hybridflow.config.hints import block_of, described, field_types, is_list, members, words_of
 from hybridflow.config.schema import Config
 
 Tree = dict[str, Any]
@@ -46,7 +47,7 @@ def read_tree(source: Source, overrides: Sequence[str]) -> tuple[Tree, list[Faul
     Raises:
         ConfigError: the file is missing or is not YAML, so that nothing else can be said about it.
     """
-    tree = OmegaConf.create(dict(source)) if isinstance(source, Mapping) else _read_yaml(Path(source))
+    tree = _from_mapping(source) if isinstance(source, Mapping) else _read_yaml(Path(source))
     faults = [fault for override in overrides if (fault := _apply(tree, override)) is not None]
     if "${" in OmegaConf.to_yaml(tree):
         faults += list(_resolve(tree, _with_defaults(tree), ""))
@@ -61,16 +62,7 @@ def typed(tree: Tree) -> tuple[Config, list[Fault]]:
 
 def to_tree(config: Config) -> Tree:
     """A config as plain dicts, lists and words, as YAML would hold it."""
-    return {key: plain(value) for key, value in asdict(config).items()}
-
-
-def plain(value: object) -> Any:
-    """A value of a config (its dataclasses turned to dicts already) with words in the place of enums."""
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list) else value
+    return plain(config)
 
 
 def to_yaml(config: Config) -> str:
@@ -91,14 +83,36 @@ def known_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
             yield from known_keys(block, f"{prefix}{field}.")
 
 
+def _from_mapping(source: Mapping[str, Any]) -> DictConfig:
+    try:
+        return OmegaConf.create(_python(source))
+    except OmegaConfBaseException as error:
+        raise ConfigError("config", [Fault("config", "{...}", str(error).splitlines()[0])]) from error
+
+
+def _python(value: Any) -> Any:
+    """Python's own numbers in the place of numpy's, however deep."""
+    if isinstance(value, Mapping):
+        return {key: _python(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_python(item) for item in value]
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def _read_yaml(path: Path) -> DictConfig:
     if not path.is_file():
-        raise ConfigError(str(path), [Fault("config", path, "no such file", "give the path of a YAML file")])
+        rule = "is a folder" if path.is_dir() else "no such file"
+        raise ConfigError(str(path), [Fault("config", path, rule, "give the path of a YAML file")])
     try:
         tree = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(str(path), [Fault("config", path, f"not YAML: {reason}")]) from error
+    except OSError as error:  # of omegaconf too, without a number, for YAML that is a single value
+        rule = f"cannot be read: {error.strerror}" if error.errno else "holds a single value, not keys"
+        raise ConfigError(str(path), [Fault("config", path, rule)]) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(str(path), [Fault("config", path, "holds a list, not keys")])
     return tree
@@ -196,8 +210,10 @@ def _converted(hint: Any, value: object) -> Any:
     """A plain value (or a list or dict of them), converted as an omegaconf structured config of this type does.
 
     Raises:
-        OmegaConfBaseException: it cannot be.
+        ValueError, OmegaConfBaseException: it cannot be.
     """
+    if bool in members(hint) and isinstance(value, Real) and not isinstance(value, bool):
+        raise ValueError(value)  # omegaconf takes every number but 0 for true
     key = OmegaConf.structured(make_dataclass("Key", [("value", hint)]))
     return OmegaConf.to_container(OmegaConf.merge(key, {"value": value}))["value"]
 
@@ -219,8 +235,14 @@ def _word(words: type[Enum], value: object) -> Enum:
 
 
 def _unknown(key: str, value: object, block: Mapping[str, Any]) -> Fault:
-    near = nearest_key(key, block, known_keys())
-    return Fault(key, value, "unknown key", f"did you mean {near}?" if near else f"keys here: {', '.join(block)}")
+    """A fault at the one key within an unknown block, where it has but one."""
+    near, inner = nearest_key(key, block, known_keys()), ""
+    while isinstance(value, Mapping) and len(value) == 1:
+        ((name, value),) = value.items()
+        inner += f".{name}"
+    if near and near + inner in known_keys():
+        near += inner
+    return Fault(key + inner, value, "unknown key", f"did you mean {near}?" if near else f"keys here: {', '.join(block)}")
 
 
 def _word_hint(hint: Any, value: object) -> str:

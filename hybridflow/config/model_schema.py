@@ -21,7 +21,7 @@ class LayoutConfig:
     dp: int | None = None
     """Data parallel degree: number of replicas. null: what is left, world size / (tp x pp). Checked if given."""
     sequence_parallel: bool = False
-    """Cut the activations between tensor-parallel layers by tokens: less memory, the same bytes on the wire."""
+    """Cut activations between tensor-parallel layers by tokens: less memory, the same bytes. Does nothing at tp 1."""
     layers_per_stage: list[int] | None = None
     """Layers of each pipeline stage, for uneven cuts. null: as even as can be."""
 

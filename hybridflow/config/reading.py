@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hybridflow.config.article import article_key, is_article, translate
@@ -45,6 +46,9 @@ def read_any(source: Config | Source, world_size: int, algorithm: str | None = N
         require_none("config", _contradiction(algorithm, source.algorithm.name.value))
         require_valid("config", source, world_size, command)
         return Reading(source)
+    if not isinstance(source, (Mapping, str, Path)):
+        raise ConfigError("config", [Fault("config", source, f"is a {type(source).__name__}",
+                                           "give a dict, the path of a YAML file, or a Config")])
     if isinstance(source, Mapping) and is_article(source):
         return _read_article(source, world_size, algorithm, command)
     tree, faults = read_tree(source, ())

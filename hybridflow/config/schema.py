@@ -89,7 +89,7 @@ class TrainConfig:
     forward_micro_batch_size: int | None = None
     """Rollouts that one replica scores at once (log-probs, values, rewards). null: micro_batch_size."""
     schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
-    """Pipeline schedule: 1f1b (fewer live activations) | gpipe."""
+    """Pipeline schedule: 1f1b (fewer live activations) | gpipe. The same at pp 1."""
     zero_stage: int = 1
     """0: every replica keeps all optimizer states; 1: replicas share them out (reduce-scatter, then all-gather)."""
     mixed_precision: MixedPrecision = MixedPrecision.NO
@@ -161,7 +161,7 @@ class KLConfig:
     coef: float = 0.01
     """Weight of the penalty; its start where a target is given."""
     target: float | None = None
-    """KL in nats per rollout that the coefficient is steered to (Ziegler 2019). null: the coefficient is fixed."""
+    """KL in nats per rollout that the coefficient is steered to (where: reward; Ziegler 2019). null: it is fixed."""
 
 
 @dataclass(frozen=True)

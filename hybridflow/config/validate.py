@@ -69,6 +69,9 @@ def _spec(spec: ModelSpec) -> Iterator[Fault]:
     if spec.head_dim is None and spec.hidden_size % spec.num_heads:
         yield Fault("model.spec.num_heads", spec.num_heads, f"does not divide hidden_size {spec.hidden_size}",
                     f"choose {listed(_below(spec.hidden_size, spec.num_heads))}, or give head_dim")
+    elif (width := spec.head_dim or spec.hidden_size // spec.num_heads) % 2:
+        yield Fault("model.spec.head_dim", width, "is odd, and rotary positions turn pairs of numbers",
+                    "choose an even head_dim")
     if spec.num_kv_heads is not None and spec.num_heads % spec.num_kv_heads:
         yield Fault("model.spec.num_kv_heads", spec.num_kv_heads, f"does not divide num_heads {spec.num_heads}",
                     f"choose {listed(divisors(spec.num_heads))}")
@@ -191,7 +194,11 @@ def _data(config: Config, command: Command) -> Iterator[Fault]:
             for i, task in enumerate(tasks):
                 if task.weight <= 0:
                     yield Fault(f"{key}[{i}].weight", task.weight, "must be above 0", "choose e.g. 1.0")
-        if config.evaluation.every_steps is not None and config.evaluation.prompts > data.test_size:
+        asked = command is Command.GENERATE or config.evaluation.every_steps is not None
+        if asked and data.test_size == 0:
+            yield Fault("data.test_size", 0, "there are no held-out prompts to answer", "choose 1 or more" if
+                        command is Command.GENERATE else "choose 1 or more, or evaluation.every_steps null")
+        elif config.evaluation.every_steps is not None and config.evaluation.prompts > data.test_size:
             yield Fault("evaluation.prompts", config.evaluation.prompts,
                         f"only data.test_size {data.test_size} prompts are held out",
                         f"choose {data.test_size} or less")

@@ -28,10 +28,10 @@ from hybridflow.parallel.optimizer import AdamWSettings, LrSchedule, ShardedAdam
 from hybridflow.parallel.pipeline import Lane, PipelineRunner
 from hybridflow.parallel.schedule import Schedule, forward_only, gpipe, one_f_one_b
 
+# What the last stage gives for its targets: log-probs and entropy; or values or scores `[targets]`.
 Output = HeadOutput | Tensor
-"""What the last stage gives for its targets: log-probs and entropy; or values or scores `[targets]`."""
+# (output, columns of the same targets) -> (scalar loss, sums to log); both add up over micro-batches and replicas.
 Loss = Callable[[Output, TokenColumns], tuple[Tensor, dict[str, Tensor]]]
-"""(output, columns of the same targets) -> (scalar loss, sums to log); both add up over micro-batches and replicas."""
 
 
 class ScheduleKind(Enum):

@@ -5,7 +5,6 @@ Owns the mapping of keys and what is refused. It reads json and safetensors head
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from hybridflow.models.rope import RopeConfig
-from hybridflow.models.safetensors_files import stored_dtypes
+from hybridflow.models.safetensors_files import read_json_object, stored_dtypes
 
 
 class Family(Enum):
@@ -36,6 +35,7 @@ class Head(Enum):
 CLASS_PREFIX = {Family.LLAMA: "Llama", Family.QWEN2: "Qwen2", Family.QWEN3: "Qwen3"}
 SUPPORTED_CLASSES = ("ForCausalLM", "ForSequenceClassification")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -87,7 +87,7 @@ class ModelConfig:
         if not file.is_file():
             raise ValueError(f"{path}: no config.json there; give a folder saved by transformers' save_pretrained")
         try:
-            config = cls.from_hf_dict(json.loads(file.read_text(encoding="utf-8")))
+            config = cls.from_hf_dict(read_json_object(file))
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
         stored = stored_dtypes(Path(path))
@@ -103,10 +103,13 @@ class ModelConfig:
             ValueError: all faults in one message, each with its key and value.
         """
         family = _family(hf)
-        faults = [f"{key}: missing" for key in REQUIRED if hf.get(key) is None] + _unsupported(hf)
+        faults = [f"{key}: missing" for key in REQUIRED if hf.get(key) is None] + _not_counts(hf) + _unsupported(hf)
         if faults:
             raise ValueError("; ".join(faults))
-        heads = hf["num_attention_heads"]
+        heads, head_dim = hf["num_attention_heads"], hf.get("head_dim") or _default_head_dim(hf, family)
+        if head_dim % 2:
+            raise ValueError(f"head_dim: {head_dim}: rotary positions turn pairs of numbers; only an even one is "
+                             "supported")
         max_positions = hf.get("max_position_embeddings") or (2048 if family is Family.LLAMA else 32768)
         attention_bias = bool(hf.get("attention_bias", False)) and family is not Family.QWEN2
         eos = hf.get("eos_token_id")
@@ -118,7 +121,7 @@ class ModelConfig:
             num_layers=hf["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or _default_head_dim(hf, family),
+            head_dim=head_dim,
             rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
             rope=RopeConfig.from_hf(hf, max_positions),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
@@ -181,6 +184,15 @@ def _family(hf: dict[str, Any]) -> Family:
     return family
 
 
+def _not_counts(hf: dict[str, Any]) -> list[str]:
+    """Faults of keys that must be whole numbers: sizes, from 1, and the ids of end tokens, from 0."""
+    eos = hf.get("eos_token_id")
+    entries = [(key, hf.get(key), 1) for key in (*REQUIRED, *OPTIONAL_SIZES)]
+    entries += [("eos_token_id", token, 0) for token in (eos if isinstance(eos, list) else [eos])]
+    return [f"{key}: {value!r} is not a whole number from {least} on" for key, value, least in entries
+            if value is not None and (type(value) is not int or value < least)]
+
+
 def _unsupported(hf: dict[str, Any]) -> list[str]:
     """Faults of a config whose model would compute something else here."""
     faults = []
@@ -192,6 +204,8 @@ def _unsupported(hf: dict[str, Any]) -> list[str]:
         faults.append("quantization_config: quantised weights are not supported; save the model in bf16 or fp32")
     if hf.get("attention_dropout"):
         faults.append(f"attention_dropout: {hf['attention_dropout']}: only 0.0 is supported")
+    faults += [f"{key}: {hf[key]!r} is not a block of settings" for key in ("rope_parameters", "rope_scaling")
+               if hf.get(key) and not isinstance(hf[key], dict)]
     experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if hf.get(key)]
     return faults + [f"{key}: {hf[key]}: mixtures of experts are not supported" for key in experts]
 

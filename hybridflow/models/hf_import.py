@@ -34,9 +34,8 @@ def load_hf(path: str | Path, storages: dict[str, Tensor], shard_map: ShardMap, 
         ValueError: tensors that are missing, unknown or of another shape (all are listed), or no such files.
     """
     folder = Path(path)
-    files = tensor_files(folder)
+    files = require_tensors(folder, shard_map.shapes)
     fresh = VALUE_HEAD in shard_map.shapes and VALUE_HEAD not in files
-    _check(folder, files, shard_map.shapes, {VALUE_HEAD} if fresh else set())
     by_file: dict[Path, list[Shard]] = defaultdict(list)
     for shard in shard_map.shards(rank):
         if fresh and shard.box.name == VALUE_HEAD:
@@ -48,6 +47,17 @@ def load_hf(path: str | Path, storages: dict[str, Tensor], shard_map: ShardMap, 
         with safe_open(str(file), framework="pt") as tensors:
             for shard in shards:
                 _read(tensors, shard, storages)
+
+
+def require_tensors(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Path]:
+    """The file of each tensor of a folder that has the tensors of `shapes`. Reads headers alone.
+
+    Raises:
+        ValueError: as `load_hf`.
+    """
+    files = tensor_files(folder)
+    _check(folder, files, shapes, set() if VALUE_HEAD in files else {VALUE_HEAD})
+    return files
 
 
 def _read(tensors: Any, shard: Shard, storages: dict[str, Tensor]) -> None:

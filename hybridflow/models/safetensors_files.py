@@ -23,10 +23,12 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """The file that holds each tensor of a model folder, one file or several with an index.
 
     Raises:
-        ValueError: no safetensors weights, or files that the index names and that are not there.
+        ValueError: no safetensors weights, a file that is none, or files that the index names and that are not there.
     """
     if (folder / INDEX_FILE).is_file():
-        weight_map = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json_object(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{folder / INDEX_FILE}: has no weight_map from tensors to files; save the model again")
         missing = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
         if missing:
             raise ValueError(f"{folder / INDEX_FILE} names files that are not there: {', '.join(missing)}")
@@ -60,12 +62,36 @@ def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """Name -> dtype, shape and data_offsets of each tensor of one file."""
+    """Name -> dtype, shape and data_offsets of each tensor of one file.
+
+    Raises:
+        ValueError: it is no safetensors file, or shorter than its header says.
+    """
+    size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
+        text = stream.read(length) if length <= size else b""
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{file}: is no safetensors file, or only a part of one; copy or save it again") from error
+    if size != end:
+        raise ValueError(f"{file}: has {size} bytes where its header says {end}; copy or save it again")
     return header
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: it is not JSON, or holds something else.
+    """
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"holds {type(content).__name__} {str(content)[:40]}, not an object with keys")
+    return content
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,8 @@ _RUN = (
     MetricInfo("reshard/lower_bound_bytes", "bytes", "Weight bytes that the ranks' generation shards need and their "
                "training shards do not hold, all ranks: what no reshard can undercut.", "-"),
     MetricInfo("reshard/seconds", "s", "Wall time of the step's reshards, the slowest rank's.", "-"),
+    MetricInfo("train/reduced_bytes", "bytes", "Gradient bytes put into reductions since the start, all ranks: once an "
+               "optimizer step, however many micro-batches it has.", "-"),
     MetricInfo("train/skipped_steps", "count", "Optimizer steps skipped since the start, because the gradient norm was "
                "not finite or no token was trained.", "-"),
 )

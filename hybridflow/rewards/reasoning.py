@@ -36,11 +36,16 @@ def score_exact(data_source: str, solution_str: str, ground_truth: str, extra_in
 
     Right is the text of the entry's answer; for `SEVERAL_RIGHT_ANSWERS` also what the task's scorer gives full marks.
     Part credit is no help to learning here: many scorers pay for the right answer somewhere in a longer text.
+
+    Raises:
+        ValueError: there is nothing to compare with.
     """
-    answer = extract_answer(solution_str)
-    if answer == ground_truth.strip():
+    answer, truth = extract_answer(solution_str), ground_truth.strip()
+    if truth and answer == truth:
         return 1.0
     if data_source not in SEVERAL_RIGHT_ANSWERS:
+        if not truth:
+            raise ValueError("there is no ground truth to compare the answer with")
         return 0.0
     score, _ = _library_score(data_source, answer, extra_info["entry"])
     return 1.0 if score >= 1.0 else 0.0

@@ -27,7 +27,7 @@ from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.mesh import everyone
 from hybridflow.parallel.world import World
 from hybridflow.trainer.advantage import Advantages, Metrics
-from hybridflow.trainer.roles import ScoringRole, TrainedRole
+from hybridflow.trainer.roles import ScoringRole, TrainedRole, sum_over_world
 from hybridflow.trainer.rollout import Sampler
 
 
@@ -133,12 +133,17 @@ class Dataflow:
                 loss = _ActorLoss(self.actor_loss, self.world.device)
                 actor_updates.append(self.roles.actor.update(batch, rows, loss))
                 gaps.append(loss.largest_gap)
-        skipped = self.roles.actor.trainer.optimizer.num_skipped
-        if self.roles.critic is not None:
-            skipped += self.roles.critic.trainer.optimizer.num_skipped
         gap = all_reduce(gaps[0], everyone(self.world), dist.ReduceOp.MAX).item()
-        return (policy_metrics(actor_updates) | critic_metrics(critic_updates)
-                | {"policy/log_prob_gap_max": gap, "train/skipped_steps": float(skipped)})
+        return (policy_metrics(actor_updates) | critic_metrics(critic_updates) | self._train_metrics()
+                | {"policy/log_prob_gap_max": gap})
+
+    def _train_metrics(self) -> Metrics:
+        """Skipped steps and reduced bytes since the start, of every role that learns."""
+        engines = [role.trainer for role in (self.roles.actor, self.roles.critic) if role is not None]
+        reduced = sum(engine.grads.reduced_bytes for engine in engines)
+        everywhere = sum_over_world(torch.tensor(reduced, dtype=torch.int64, device=self.world.device), self.world)
+        return {"train/skipped_steps": float(sum(engine.optimizer.num_skipped for engine in engines)),
+                "train/reduced_bytes": float(everywhere)}
 
     def update_rows(self, batch: Batch) -> list[range]:
         """The rows of each optimizer step; the last of an epoch may be short."""

@@ -13,8 +13,5 @@ def export_actor(folder: Path, engine: ForwardEngine, tokenizer: Tokenizer) -> N
     """Write config.json, weights and tokenizer. Collective; each byte is written once."""
     world = engine.mesh.world
     if world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save(folder)
-    world.barrier()
     export_hf(folder, engine.model, engine.shard_map, engine.storages, world)
-    world.barrier()

@@ -6,11 +6,14 @@ Whatever is wrong with these is a ValueError here, before a process group or a d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
-from hybridflow.models.config import ModelConfig
+from hybridflow.models.config import Head, ModelConfig
+from hybridflow.models.hf_import import require_tensors
+from hybridflow.models.weights import canonical_shapes
 from hybridflow.rewards.function import ReasoningScoring, RewardFunction
 
 
@@ -36,13 +39,18 @@ class Inputs:
 
         Args:
             tokenizer: one that has just been made; None opens the configured one.
-            scores: whether answers will be scored; a reward function is started only then.
+            scores: whether answers will be scored; only then are the models besides the actor looked at, and a reward
+                function started.
 
         Raises:
-            ValueError: a file, a token to stop at, or the reward function is not as it must be.
+            ValueError: a file, a model's tensors, a token to stop at, or the reward function is not as it must be.
         """
         opened = open_tokenizer(config.model.tokenizer or config.model.path) if tokenizer is None else tokenizer
         model = model_shape(config, config.model.path, opened)
+        _require_weights(config.model.path, Head.LANGUAGE_MODEL)
+        if scores:
+            _require_weights(config.model.critic.path, Head.VALUE)
+            _require_weights(config.model.reward_model.path, Head.SCORE)
         return cls(config, opened, model, stop_ids(config, opened, model), _reward_function(config) if scores else None)
 
 
@@ -53,6 +61,12 @@ def model_shape(config: Config, path: str | None, tokenizer: Tokenizer | None) -
     assert config.model.spec is not None, "the config was checked"
     model = spec_decoder(config.model.spec, tokenizer.vocab_size if tokenizer else 0)
     return replace(model, eos_token_ids=tokenizer.stop_ids) if tokenizer else model
+
+
+def _require_weights(path: str | None, head: Head) -> None:
+    """Folder `path`, where one is named, has the tensors of its model under `head`."""
+    if path is not None:
+        require_tensors(Path(path), canonical_shapes(ModelConfig.from_hf_folder(path), head))
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:

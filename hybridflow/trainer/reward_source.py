@@ -6,6 +6,7 @@ belongs to `rewards`.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -94,9 +95,10 @@ class ModelRewards:
 
 
 def _numbers(result: RewardResult) -> dict[str, list[float]]:
+    """The extras that have a mean: finite numbers. A scorer may report what it likes beside its score."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for extras in result.extras:
         for name, value in extras.items():
-            if isinstance(value, (int, float)):
+            if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max:  # false for NaN
                 numbers[name].append(float(value))
     return numbers

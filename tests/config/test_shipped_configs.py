@@ -67,4 +67,4 @@ def test_reinforcement_learning_is_tested_on_words_that_no_warm_start_has_seen()
         prompts.append([{record.prompt for record in part} for part in (records.train, records.test)])
     trained, tested = (set().union(*parts) for parts in zip(*prompts))
     assert not trained & tested and {len(prompt) for prompt in tested} == {len("words=")}
-    assert [len(tests) for _, tests in prompts] == [64, 128, 128]
+    assert [len(tests) for _, tests in prompts] == [128, 128, 128]

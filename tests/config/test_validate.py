@@ -82,6 +82,8 @@ def test_models():
     ("model.spec.num_kv_heads=3", "model.spec.num_kv_heads"),
     ("model.spec.hidden_size=0", "model.spec.hidden_size"),
     ("model.spec.rope_theta=0", "model.spec.rope_theta"),
+    ("model.spec.head_dim=5", "model.spec.head_dim"),
+    ("model.spec={hidden_size: 20, num_heads: 4}", "model.spec.head_dim"),
     ("generation.temperature=0", "generation.temperature"),
     ("data.tasks=[]", "data.tasks"),
     ("data.tasks=[{weight: 0}]", "data.tasks[0].weight"),
@@ -171,7 +173,8 @@ SET = {
     "train.critic_optimizer.min_lr=1",
 }
 CONDITIONS = [
-    ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], [], [], ["model.reward_model.path=m"],
+    ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], ["algorithm.kl.where=loss"], [], [],
+    ["model.reward_model.path=m"],
     ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
     ["evaluation.every_steps=null"], [], [],
 ]

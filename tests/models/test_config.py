@@ -41,6 +41,12 @@ def test_defaults_of_what_is_not_there():
     ({"layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"num_experts": 8}, "num_experts: 8"),
+    ({"vocab_size": "273"}, "vocab_size: '273' is not a whole number"),
+    ({"hidden_size": 32.0}, "hidden_size: 32.0 is not a whole number"),
+    ({"eos_token_id": [2, "3"]}, "eos_token_id: '3' is not a whole number"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers: -1 is not a whole number from 1"),
+    ({"head_dim": 5}, "head_dim: 5: .* only an even one"),
+    ({"rope_parameters": "x"}, "rope_parameters: 'x' is not a block"),
     ({"vocab_size": None, "hidden_size": None}, "vocab_size: missing; hidden_size: missing"),
 ])
 def test_refused(change, key):
@@ -50,6 +56,24 @@ def test_refused(change, key):
 
 def test_no_folder(tmp_path):
     with pytest.raises(ValueError, match="no config.json"):
+        ModelConfig.from_hf_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("file", "content", "why"), [
+    ("config.json", b"[]", "config.json: holds list"),
+    ("config.json", b"{", "config.json: "),
+    ("model.safetensors", b"", "model.safetensors: is no safetensors file"),
+    ("model.safetensors", b"\x10" + bytes(7) + b"{", "model.safetensors: is no safetensors file"),
+    ("model.safetensors", (37).to_bytes(8, "little") + b'{"a":{"shape":[2],"data_offsets":[0,8]}}'[:37],
+     "model.safetensors: is no safetensors file"),
+    ("model.safetensors", (40).to_bytes(8, "little") + b'{"a":{"shape":[2],"data_offsets":[0,8]}}' + bytes(7),
+     "model.safetensors: has 55 bytes where its header says 56"),
+    ("model.safetensors.index.json", b"{}", "model.safetensors.index.json: has no weight_map"),
+])
+def test_a_broken_file_is_named(tmp_path, file, content, why):
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN))
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=why):
         ModelConfig.from_hf_folder(tmp_path)
 
 

@@ -48,6 +48,12 @@ def test_exact_pays_nothing_for_the_answer_inside_a_longer_text_and_partial_does
     assert judge(score_exact, "chain_sum", "", entry) == 0.0
 
 
+def test_nothing_is_right_where_there_is_nothing_to_compare_with():
+    for text in ("", "4"):
+        with pytest.raises(ValueError, match="no ground truth"):
+            score_exact("chain_sum", text, " ", {})
+
+
 def test_another_right_answer_counts_where_there_are_several():
     entry = {"question": "", "answer": "2*3 + 4", "metadata": {"numbers": [2, 3, 4], "target": 10}}
     assert judge(score_exact, "countdown", "4 + 3*2", entry) == 1.0

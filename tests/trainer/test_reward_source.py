@@ -20,7 +20,8 @@ FUNCTION = '''
 def score(data_source, solution_str, ground_truth, extra_info):
     if "x" in solution_str:
         raise ValueError("x is no\\nletter")
-    return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
+    return {"score": float(solution_str == ground_truth), "length": len(solution_str),
+            "big": 10**400, "nan": float("nan"), "inf": float("inf"), "word": "w"}
 '''
 
 
@@ -65,6 +66,7 @@ def check(told: list[tuple], sentence: str) -> None:
     assert failed[0] == 1.0 and [score != score for score in failed] == [False, True, True]
     assert metrics["reward/faults_raised"] == 2.0 and metrics["reward/faults_crashed"] == 0.0
     assert metrics["reward/extra_length"] == 2.0  # of the one answer that could be judged
+    assert [name for name in metrics if "extra" in name] == ["reward/extra_length"]  # finite numbers alone have means
     assert fault.startswith(sentence)
     assert scores == [1.0, 0.0, 1.0] and nothing is None
     assert clean["reward/faults_raised"] == 0.0 and clean["reward/extra_length"] == pytest.approx(5 / 3)

@@ -10,7 +10,7 @@ from hybridflow.parallel.world import World
 from tests.ranks import run_ranks
 from tests.trainer.runs import make_tokenizer, run_steps, tiny_config
 
-TIMES = ("time/", "perf/", "reshard/")
+TIMES = ("time/", "perf/", "reshard/", "train/reduced")  # depend on layout or machine
 LAYOUTS = [
     ("train.layout.tp=2", "train.layout.pp=2", "generation.layout.tp=1"),
     ("train.layout.tp=2", "train.layout.pp=1", "generation.layout.tp=2", "train.zero_stage=0",
