@@ -103,6 +103,10 @@ class RunView:
     def finish(self) -> None:
         """Close, draw the learning curve and print the summary."""
         self.close()
+        self.sum_up()
+
+    def sum_up(self) -> None:
+        """Draw the learning curve and print the summary of the steps so far; more may follow."""
         if not self._is_shown:
             return
         self.say(summarise(read_metrics(self._metrics_path)))
