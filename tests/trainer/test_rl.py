@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from hybridflow.observe.metric_names import check_names
 from hybridflow.parallel.world import World
 from tests.ranks import run_ranks
-from tests.trainer.runs import make_tokenizer, run_steps, tiny_config
+from tests.trainer.runs import VOCAB, make_tokenizer, run_steps, tiny_config
 
 TIMES = ("time/", "perf/", "reshard/", "train/reduced")  # depend on layout or machine
 LAYOUTS = [
@@ -69,3 +70,38 @@ def test_log_prob_gap_in_fp32_is_rounding(tokenizer: Path, tmp_path: Path):
     keys = ("train.mixed_precision=no", "train.layout.tp=2", "train.layout.pp=2", "generation.layout.tp=1")
     for metrics, _ in run_ranks(4, steps_on, tokenizer, tmp_path, keys, 1):
         assert 0 < metrics[0]["policy/log_prob_gap_max"] <= 1e-5
+
+
+FAILING = Path(__file__).with_name("failing_reward.py")
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_step_in_which_every_reward_failed_is_skipped_and_counted(world_size: int, tokenizer: Path, tmp_path: Path):
+    """Case 7: nothing trained, loss 0 with a live graph, no NaN, no hang; actor and critic count their steps."""
+    keys = (f"reward.function={FAILING}:never", f"train.layout.pp={min(world_size, 2)}")
+    for metrics, _ in run_ranks(world_size, steps_on, tokenizer, tmp_path, keys, 2):
+        assert metrics[0]["reward/faults_not_finite"] == 18 and "reward/mean" not in metrics[0]
+        assert metrics[0]["policy/loss"] == metrics[0]["critic/loss"] == metrics[0]["policy/grad_norm"] == 0.0
+        assert [step["train/skipped_steps"] for step in metrics] == [4.0, 8.0]
+
+
+def test_rows_whose_reward_failed_are_left_out_alike_in_every_layout(tokenizer: Path, tmp_path: Path):
+    keys = (f"reward.function={FAILING}:sometimes",)
+    alone, _ = steps_on(World.single(torch.device("cpu")), tokenizer, tmp_path, keys, 2)
+    assert 0 < alone[0]["reward/faults_raised"] < 18 and alone[0]["policy/grad_norm"] > 0
+    for metrics, _ in run_ranks(4, steps_on, tokenizer, tmp_path, (*keys, *LAYOUTS[0]), 2):
+        for step in range(2):
+            assert numbers(metrics[step]) == pytest.approx(numbers(alone[step]), rel=1e-8, abs=1e-10)
+
+
+def test_a_reward_model_scores_in_a_layout_of_its_own(tokenizer: Path, tmp_path: Path):
+    torch.manual_seed(0)
+    shape = transformers.LlamaConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                                     num_attention_heads=2, max_position_embeddings=128, num_labels=1, pad_token_id=0)
+    transformers.LlamaForSequenceClassification(shape).save_pretrained(tmp_path / "reward")
+    keys = ("reward.function=null", f"model.reward_model.path={tmp_path / 'reward'}")
+    alone, _ = steps_on(World.single(torch.device("cpu")), tokenizer, tmp_path, keys, 1)
+    assert alone[0]["reward/std"] > 0
+    layout = (*LAYOUTS[0], "model.reward_model.layout={tp: 1, pp: 2}")
+    for metrics, _ in run_ranks(4, steps_on, tokenizer, tmp_path, (*keys, *layout), 1):
+        assert numbers(metrics[0]) == pytest.approx(numbers(alone[0]), rel=1e-8, abs=1e-10)
