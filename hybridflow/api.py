@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from hybridflow.config.schema import Config
 from hybridflow.data.columns import records_of_columns
 from hybridflow.data.loader import TokenisedPrompt, tokenise_prompts
 from hybridflow.data.records import PromptRecord
-from hybridflow.data.row_schema import parse_row
+from hybridflow.data.row_schema import parse_row, require_text
+from hybridflow.data.token_rows import check_ids
 from hybridflow.observe.progress import open_console
 from hybridflow.observe.run_view import RunView, ViewOptions
 from hybridflow.parallel.place import launched_place
@@ -73,6 +75,7 @@ class Trainer:
         self.trainer = RLTrainer(inputs, world)
         self.view = RunView(_view_options(config), world.rank, open_console())
         self.num_steps = self.num_prompts = 0
+        self.asks_for_truth = config.reward.function is None and config.model.reward_model.path is None
         batches = BatchMath.of(config, world.size).line_of_any_batch()
         for sentence in (*notes, batches, layout_table(config, world.size)):
             self.view.say(sentence)
@@ -96,18 +99,19 @@ class Trainer:
         return metrics | {short: metrics[name] for short, name in SHORT_NAMES.items() if name in metrics}
 
     def fit(self) -> dict[str, float]:
-        """`train.total_steps` steps on batches of the data loader; the last step's metrics.
+        """`train.total_steps` steps on batches of the data loader; the last step's metrics. More steps may follow.
 
         Raises:
             ValueError: the data loader ends before that.
         """
+        wanted, done = self.config.train.total_steps, 0
         result: dict[str, float] = {}
-        for batch in islice(self.data_loader, self.config.train.total_steps):
-            result = self.train_step(batch)
-        if self.num_steps < self.config.train.total_steps:
-            raise ValueError(f"the data loader ended after {self.num_steps} batches; train.total_steps is "
-                             f"{self.config.train.total_steps}: let it repeat, or lower train.total_steps")
-        self.view.finish()
+        for batch in islice(self.data_loader, wanted):
+            result, done = self.train_step(batch), done + 1
+        if done < wanted:
+            raise ValueError(f"the data loader ended after {done} batches; train.total_steps is {wanted}: let it "
+                             "repeat, or lower train.total_steps")
+        self.view.sum_up()
         return result
 
     def export(self, folder: str | Path) -> None:
@@ -121,15 +125,29 @@ class Trainer:
         self.world.close()
 
     def _tokenised(self, batch: PromptBatch) -> list[TokenisedPrompt]:
-        items = records_of_columns(batch) if isinstance(batch, Mapping) else list(batch)
-        if not items:
-            raise ValueError("the batch has no prompts; give at least one")
-        records = [_record(item, f"batch item {place}") for place, item in enumerate(items)]
-        ids = tokenise_prompts(records, self.trainer.tokenizer, self.trainer.model.vocab_size)
-        first = self.num_prompts
+        items = _items(batch)
+        origins = [f"batch item {place}" for place in range(len(items))]
+        records = [require_text(_record(item, origin)) for item, origin in zip(items, origins)]
+        if self.asks_for_truth:
+            _require_truths(records)
+        vocab_size = self.trainer.model.vocab_size
+        ids = tokenise_prompts(records, self.trainer.tokenizer, vocab_size)
+        prompts = [item if isinstance(item, TokenisedPrompt)
+                   else TokenisedPrompt(self.num_prompts + place, ids[place], record)
+                   for place, (item, record) in enumerate(zip(items, records))]
+        check_ids([prompt.ids for prompt in prompts], origins, vocab_size)
+        self._require_room(prompts)
         self.num_prompts += len(items)
-        return [item if isinstance(item, TokenisedPrompt) else TokenisedPrompt(first + place, ids[place], record)
-                for place, (item, record) in enumerate(zip(items, records))]
+        return prompts
+
+    def _require_room(self, prompts: Sequence[TokenisedPrompt]) -> None:
+        """The actor has positions for every prompt and the longest response to it."""
+        positions, response = self.trainer.model.max_position_embeddings, self.config.generation.max_new_tokens
+        for place, prompt in enumerate(prompts):
+            if len(prompt.ids) + response > positions:
+                raise ValueError(f"batch item {place}: has {len(prompt.ids)} tokens; with generation.max_new_tokens "
+                                 f"{response} it may have {positions - response} (the actor's max_position_embeddings "
+                                 f"is {positions})")
 
 
 def _view_options(config: Config) -> ViewOptions:
@@ -139,11 +157,36 @@ def _view_options(config: Config) -> ViewOptions:
                        tensorboard=logging.tensorboard, config=to_tree(config))
 
 
+def _items(batch: PromptBatch) -> list[BatchItem]:
+    """The prompts of a batch. A text is no batch, though Python could take it for one of letters.
+
+    Raises:
+        ValueError: it is no batch, or has no prompts.
+    """
+    if isinstance(batch, (str, bytes)) or not isinstance(batch, Iterable):
+        raise ValueError(f"a batch is a list of prompts or a dict of columns, not {type(batch).__name__} "
+                         f"{str(batch)[:40]!r}")
+    items = records_of_columns(batch) if isinstance(batch, Mapping) else list(batch)
+    if not items:
+        raise ValueError("the batch has no prompts; give at least one")
+    return items
+
+
+def _require_truths(records: Sequence[PromptRecord]) -> None:
+    for record in records:
+        if not record.ground_truth.strip():
+            raise ValueError(f"{record.origin}: has no ground truth, with which the tasks' scorer compares answers; "
+                             "give it one, or the config reward.function or model.reward_model.path")
+
+
 def _record(item: BatchItem, origin: str) -> PromptRecord:
     if isinstance(item, TokenisedPrompt):
-        return item.record
+        return replace(item.record, origin=origin)
     if isinstance(item, PromptRecord):
-        return item
+        return replace(item, origin=origin)
     if isinstance(item, str):
         return PromptRecord("", item, "", origin=origin)
+    if not isinstance(item, Mapping):
+        raise ValueError(f"{origin}: is a {type(item).__name__}; a prompt is text, a row (a dict), a PromptRecord or a "
+                         "TokenisedPrompt")
     return parse_row(dict(item), origin)

@@ -9,6 +9,7 @@ from torch.utils.data import default_collate
 from hybridflow.api import Trainer, init_trainer
 from hybridflow.config.faults import ConfigError
 from hybridflow.config.reading import read_any
+from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import PromptRecord
 from hybridflow.observe.trace import Trace
 from hybridflow.parallel.world import World
@@ -103,9 +104,13 @@ def test_every_form_of_batch_is_the_same_batch(model: Path, tmp_path: Path):
 def test_fit_takes_total_steps_from_the_loader(model: Path, tmp_path: Path):
     trainer = init_trainer(config=article(model, tmp_path, mixed_precision="no"), data_loader=[ROWS, ROWS, ROWS])
     check_result(trainer.fit())
+    assert (tmp_path / "learning_curve.png").is_file()
+    check_result(trainer.train_step(ROWS))  # more steps may follow
+    trainer.data_loader = []
+    with pytest.raises(ValueError, match="ended after 0 batches"):
+        trainer.fit()
     trainer.close()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 2 and (tmp_path / "learning_curve.png").is_file()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     short = init_trainer(config=article(model, tmp_path, mixed_precision="no"), data_loader=[ROWS])
     with pytest.raises(ValueError, match="ended after 1 batches; train.total_steps is 2"):
         short.fit()
@@ -147,8 +152,25 @@ def test_what_is_wrong_is_named(model: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"(?s)clip_epsilon.*did you mean.*micro_batch_sze.*did you mean"):
         init_trainer(config=config, data_loader=[], algorithm="ppo")
     trainer = init_trainer(config=article(model, tmp_path, mixed_precision="no"), data_loader=[])
+    record = PromptRecord("", "a", "")
     for batch, why in (([], "no prompts"), ({"question": ["a"]}, "needs prompt"), ([{"prompt": "a"}], "batch item 0"),
-                       ({"prompt": ["a", "b"], "ground_truth": ["1"]}, "differ in length")):
+                       ({"prompt": ["a", "b"], "ground_truth": ["1"]}, "differ in length"),
+                       ("hello", "not str 'hello'"), (None, "not NoneType"), (["a", 5], "batch item 1: is a int"),
+                       (["a", ""], "batch item 1: key 'prompt' must not be empty"), (["\ud800"], "item 0: .* surrogate"),
+                       (["a", "1" * 500], "batch item 1: has 501 tokens; .* may have 124"),
+                       ([TokenisedPrompt(0, (5, 999), record)], "batch item 0: token id 999 at position 1"),
+                       ([TokenisedPrompt(0, (-1,), record)], "batch item 0: token id -1 at position 0"),
+                       ([TokenisedPrompt(0, (), record)], "batch item 0: has no tokens")):
         with pytest.raises(ValueError, match=why):
             trainer.train_step(batch)
+    trainer.close()
+
+
+def test_the_tasks_scorer_needs_something_to_compare_with(model: Path, tmp_path: Path):
+    config = article(model, tmp_path, mixed_precision="no")
+    del config["reward"]
+    trainer = init_trainer(config=config, data_loader=[])
+    with pytest.raises(ValueError, match="batch item 8: has no ground truth"):
+        trainer.train_step([*ROWS, "1 + 1 = "])
+    assert trainer.train_step(ROWS)["rollout/samples"] == 8
     trainer.close()

@@ -275,7 +275,7 @@ class EvaluationConfig:
     every_steps: int | None = 10
     """Evaluate before the first step, every so many steps, and after the last. null: never."""
     prompts: int = 64
-    """Held-out prompts of one evaluation."""
+    """Held-out prompts of one evaluation, and of `generate`."""
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,15 @@ def read_prompt_files(paths: list[str], file_format: FileFormat) -> tuple[Prompt
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
             try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # some editors put a mark in front
+                row = json.loads(text) if text.strip() else None
+            except (ValueError, RecursionError) as error:  # among them: no UTF-8, a number of thousands of digits
                 raise ValueError(f"{path} row {number}: not JSON: {error}") from error
+            if text.strip():
+                yield number, row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:

@@ -11,7 +11,7 @@ Other keys are ignored. Never opens a file.
 import json
 from typing import Any
 
-from hybridflow.data.records import ChatMessage, Prompt, PromptRecord
+from hybridflow.data.records import ChatMessage, Prompt, PromptRecord, prompt_text
 
 
 def parse_row(row: Any, origin: str) -> PromptRecord:
@@ -21,13 +21,31 @@ def parse_row(row: Any, origin: str) -> PromptRecord:
     """
     if not isinstance(row, dict):
         raise ValueError(f"{origin}: expected an object with data_source, prompt and reward_model, got {_show(row)}")
-    return PromptRecord(
+    return require_text(PromptRecord(
         data_source=_require(row, "data_source", str, "text", origin),
         prompt=_parse_prompt(row, origin),
         ground_truth=_parse_ground_truth(row, origin),
         extra_info=_parse_extra_info(row, origin),
         origin=origin,
-    )
+    ))
+
+
+def require_text(record: PromptRecord) -> PromptRecord:
+    """The record, whose prompt is not empty and whose texts tokenizers and files can take.
+
+    Raises ValueError naming origin and key.
+    """
+    if not record.prompt:
+        raise ValueError(f"{record.origin}: key 'prompt' must not be empty")
+    texts = {"data_source": record.data_source, "prompt": prompt_text(record.prompt),
+             "reward_model.ground_truth": record.ground_truth}
+    for key, text in texts.items():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{record.origin}: key '{key}' holds half of a surrogate pair at character "
+                             f"{error.start}, which is no text") from error
+    return record
 
 
 def _parse_prompt(row: dict[str, Any], origin: str) -> Prompt:

@@ -4,7 +4,7 @@ Owns the overlong policy and the checks of ids against the model's vocabulary. N
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
 
@@ -35,7 +35,7 @@ class TokenRows:
         return iter(self.rows)
 
 
-def check_ids(rows: TokenRows, origins: Sequence[str], vocab_size: int) -> None:
+def check_ids(rows: Iterable[Sequence[int]], origins: Sequence[str], vocab_size: int) -> None:
     """Every row has a token and every id is in the model's vocabulary.
 
     Raises ValueError naming the first row that breaks this, its position and the vocabulary size.
@@ -43,8 +43,8 @@ def check_ids(rows: TokenRows, origins: Sequence[str], vocab_size: int) -> None:
     for ids, origin in zip(rows, origins, strict=True):
         if not ids:
             raise ValueError(f"{origin}: has no tokens; a response needs at least one token before it")
-        if max(ids) >= vocab_size:
-            position = next(i for i, token in enumerate(ids) if token >= vocab_size)
+        if max(ids) >= vocab_size or min(ids) < 0:
+            position = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
             raise ValueError(
                 f"{origin}: token id {ids[position]} at position {position} is not in the model's vocabulary of "
                 f"{vocab_size}; the tokenizer and the model do not belong together"

@@ -80,6 +80,23 @@ def test_n_must_be_m_x_s(article):
     assert "128 is not micro_batch_size 8 x 32 = 256" in message and "choose global_batch_size 256" in message
 
 
+def test_n_must_be_a_multiple_of_m(article):
+    article["train"] |= {"global_batch_size": 20, "gradient_accumulation_steps": None}
+    assert "not a multiple of micro_batch_size 8; choose global_batch_size 24" in faults_of(article)[
+        "train.global_batch_size"]
+    article["train"]["global_batch_size"] = 24
+    assert "(24 = 8 x 3)" in "\n".join(read_any(article, 4).notes)
+
+
+@pytest.mark.parametrize(("ours", "key"), [
+    ({"name": "grpo"}, "rl_algorithm.type"), ({"clip": {"low": 0.3}}, "rl_algorithm.clip"),
+    ({"entropy_coef": 0.5}, "rl_algorithm.entropy_coef"),
+])
+def test_two_blocks_must_not_contradict(article, ours, key):
+    assert "but the algorithm block says" in faults_of(article | {"algorithm": ours})[key]
+    assert read_any(article | {"algorithm": {"name": "ppo"}}, 4).config.algorithm.name is AlgorithmName.PPO
+
+
 def test_n_may_be_left_out(article):
     del article["train"]["global_batch_size"]
     assert read_any(article, 4).config.train.global_batch_size == 256

@@ -2,11 +2,12 @@
 
 from dataclasses import FrozenInstanceError
 
+import numpy
 import pytest
 
-from hybridflow.config.faults import ConfigError
+from hybridflow.config.faults import ConfigError, shown
 from hybridflow.config.load import known_keys, load_config, to_yaml
-from hybridflow.config.schema import Config
+from hybridflow.config.schema import Config, TaskConfig
 from hybridflow.config.words import AlgorithmName, Decay, MixedPrecision, ScheduleName, WandbMode
 from tests.config.builders import config
 
@@ -95,6 +96,7 @@ def test_an_unknown_key_with_nothing_near_lists_the_block():
     ("train.total_steps=null", "an integer"),
     ("train.optimizer.lr=fast", "a number"),
     ("train.layout.sequence_parallel=maybe", "true or false"),
+    ("train.layout.sequence_parallel=2", "true or false"),
     ("model.path=[a]", "a text or null"),
     ("train.layout.layers_per_stage=[1,x]", "a list, each an integer"),
     ("train.layout=4", "a block of keys"),
@@ -142,6 +144,23 @@ def test_all_faults_are_reported_at_once():
     assert set(found) == {"foo", "tensor_parallel_szie", "train.seed", "data.tasks[0].wieght"}
 
 
+def test_an_unknown_block_is_named_down_to_its_key():
+    assert str(faults_of({}, "trian.layout.tp=2")["trian.layout.tp"]).endswith("did you mean train.layout.tp?")
+    assert faults_of({}, "trian.layout.foo=2")["trian.layout.foo"].choice == "did you mean train?"
+
+
+def test_numbers_of_numpy_are_numbers():
+    read = load_config({"train": {"seed": numpy.int64(3), "optimizer": {"lr": numpy.float32(0.5)}}})
+    assert (read.train.seed, read.train.optimizer.lr) == (3, 0.5)
+    with pytest.raises(ConfigError, match="object"):
+        load_config({"train": {"seed": object()}})
+
+
+def test_values_are_shown_as_yaml_has_them():
+    assert (shown(None), shown(True), shown(AlgorithmName.PPO)) == ("null", "true", "ppo")
+    assert shown([TaskConfig("gcd")]).startswith("[{'name': 'gcd', 'weight': 1.0")
+
+
 def test_every_line_of_the_message_has_key_value_and_rule():
     with pytest.raises(ConfigError, match=r"2 faults") as caught:
         load_config({"train": {"seed": "x", "sede": 1}})
@@ -151,10 +170,12 @@ def test_every_line_of_the_message_has_key_value_and_rule():
 
 
 def test_files_that_are_no_config(tmp_path):
-    bad, listed = tmp_path / "bad.yaml", tmp_path / "list.yaml"
+    bad, listed, single = (tmp_path / f"{name}.yaml" for name in ("bad", "list", "single"))
     bad.write_text("train: {seed: 1")
     listed.write_text("- 1\n")
-    for file, words in ((tmp_path / "none.yaml", "no such file"), (bad, "not YAML"), (listed, "a list")):
+    single.write_text("5\n")
+    for file, words in ((tmp_path / "none.yaml", "no such file"), (bad, "not YAML"), (listed, "a list"),
+                        (single, "a single value"), (tmp_path, "is a folder")):
         with pytest.raises(ConfigError, match=words):
             load_config(file)
 

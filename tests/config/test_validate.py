@@ -89,6 +89,7 @@ def test_models():
     ("data.tasks=[{weight: 0}]", "data.tasks[0].weight"),
     ("data.test_tasks=[{name: gcd}, {weight: -1}]", "data.test_tasks[1].weight"),
     ("evaluation.prompts=257", "evaluation.prompts"),
+    ("data.test_size=0", "data.test_size"),
     ("logging.trace_step=101", "logging.trace_step"),
     ("logging.dir=''", "logging.dir"),
 ])
@@ -121,6 +122,9 @@ def test_grpo_needs_a_group_and_a_row_reward():
 
 
 def test_generating_needs_held_out_prompts():
+    gym, none = {"model": {"path": "folder"}}, "data.test_size=0"
+    assert set(faults(1, none, tree=gym, command=Command.GENERATE)) == {"data.test_size"}
+    assert faults(1, none, "evaluation.every_steps=null", tree=gym) == {}
     tree = {"model": {"path": "folder"}, "data": {"source": "jsonl", "train_files": ["a"]}}
     assert set(faults(1, tree=tree, command=Command.GENERATE)) == {"data.test_files"}
     assert faults(1, "data.test_files=[b]", tree=tree, command=Command.GENERATE) == {}
@@ -168,7 +172,6 @@ SET = {
     "data.test_files": "data.test_files=[a]", "data.tasks": "data.tasks=[{name: gcd}]",
     "data.test_tasks": "data.test_tasks=[{name: gcd}]", "data.size": "data.size=9999",
     "data.test_size": "data.test_size=999", "data.prompt_template": "data.prompt_template='{question}'",
-    "evaluation.prompts": "evaluation.prompts=8",
     "train.optimizer.min_lr": "train.optimizer.min_lr=1", "train.critic_optimizer.min_lr":
     "train.critic_optimizer.min_lr=1",
 }
@@ -176,7 +179,7 @@ CONDITIONS = [
     ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], ["algorithm.kl.where=loss"], [], [],
     ["model.reward_model.path=m"],
     ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
-    ["evaluation.every_steps=null"], [], [],
+    [], [],
 ]
 
 

@@ -76,6 +76,8 @@ def edited(**changes):
         (edited(reward_model="absent"), "'reward_model' is missing"),
         (edited(reward_model="5"), "'reward_model' must be an object"),
         (edited(reward_model={"style": "rule"}), "'reward_model.ground_truth' is missing"),
+        (edited(prompt="a\ud800"), "'prompt' holds half of a surrogate pair at character 1"),
+        (edited(reward_model={"ground_truth": "\ud800"}), "'reward_model.ground_truth' holds half of a surrogate pair"),
         (edited(extra_info=[1]), "'extra_info' must be an object"),
         (["a"], "expected an object"),
     ],
@@ -90,6 +92,18 @@ def test_a_bad_parquet_row_is_named(tmp_path):
     path = write_parquet(tmp_path / "bad.parquet", [ROWS[0], {**ROWS[0], "data_source": None}])
     with pytest.raises(ValueError, match="bad.parquet row 2: key 'data_source' must be text, got NoneType"):
         read_prompt_files([path], FileFormat.PARQUET)
+
+
+@pytest.mark.parametrize("row", [b'"caf\xe9"', b'{"a": ' + b"1" * 5000 + b"}", b"[" * 100_000])
+def test_what_is_no_json_is_named(tmp_path, row):
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + row)
+    with pytest.raises(ValueError, match="a.jsonl row 2: not JSON"):
+        read_prompt_files([str(tmp_path / "a.jsonl")], FileFormat.JSONL)
+
+
+def test_a_mark_in_front_and_other_ends_of_lines_are_read(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS) + b"\r\n")
+    assert len(read_prompt_files([str(tmp_path / "a.jsonl")], FileFormat.JSONL)) == 2
 
 
 def test_bad_files(tmp_path):

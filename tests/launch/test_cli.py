@@ -79,6 +79,15 @@ def test_a_broken_launch_ends_with_2():
         "launched with RANK/WORLD_SIZE but without MASTER_ADDR, MASTER_PORT: start it with torchrun\n"
 
 
+def test_an_interrupt_is_one_line_and_130(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "checked_config", interrupted)
+    assert cli.main(["train", "x.yaml"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
 def test_rank_0_speaks_first_and_the_others_wait(monkeypatch, capsys):
     waits = []
     monkeypatch.setattr(cli.time, "sleep", waits.append)

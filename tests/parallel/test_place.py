@@ -31,6 +31,7 @@ def test_the_place(env, place):
 @pytest.mark.parametrize(("env", "missing"), [
     ({"RANK": "0"}, "without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
     ({"WORLD_SIZE": "2"}, "without RANK, MASTER_ADDR, MASTER_PORT"),
+    (MEETING | {"RANK": "0", "WORLD_SIZE": "abc"}, "WORLD_SIZE='abc', which is no number"),
     (STEP, "srun started 8 tasks but MASTER_ADDR, MASTER_PORT is not set"),
 ])
 def test_half_a_launch_is_refused(env, missing):
