@@ -66,9 +66,10 @@ def test_one_update_per_rollout_has_ratio_one(tokenizer: Path, tmp_path: Path):
         assert step["policy/approx_kl"] == 0.0 and step["policy/clip_fraction"] == 0.0
 
 
-def test_log_prob_gap_in_fp32_is_rounding(tokenizer: Path, tmp_path: Path):
-    keys = ("train.mixed_precision=no", "train.layout.tp=2", "train.layout.pp=2", "generation.layout.tp=1")
-    for metrics, _ in run_ranks(4, steps_on, tokenizer, tmp_path, keys, 1):
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout[:3]))
+def test_log_prob_gap_in_fp32_is_rounding(layout: tuple[str, ...], tokenizer: Path, tmp_path: Path):
+    keys = ("train.mixed_precision=no", "data.prompts_per_step=32", "train.global_batch_size=96")
+    for metrics, _ in run_ranks(4, steps_on, tokenizer, tmp_path, (*keys, *layout), 1):
         assert 0 < metrics[0]["policy/log_prob_gap_max"] <= 1e-5
 
 
