@@ -68,8 +68,9 @@ def test_one_update_per_rollout_has_ratio_one(tokenizer: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout[:3]))
 def test_log_prob_gap_in_fp32_is_rounding(layout: tuple[str, ...], tokenizer: Path, tmp_path: Path):
-    keys = ("train.mixed_precision=no", "data.prompts_per_step=32", "train.global_batch_size=96")
-    for metrics, _ in run_ranks(4, steps_on, tokenizer, tmp_path, (*keys, *layout), 1):
+    keys = ("train.mixed_precision=no", "data.prompts_per_step=32", "train.global_batch_size=96",
+            "train.micro_batch_size=16")
+    for metrics, _ in run_ranks(4, steps_on, tokenizer, tmp_path, (*layout, *keys), 1):
         assert 0 < metrics[0]["policy/log_prob_gap_max"] <= 1e-5
 
 
