@@ -38,7 +38,7 @@ every key:         python -m hybridflow keys
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, 2 for a fault in the command line, the launch or the config, or 130."""
+    """Run one command. Returns the exit code: 0; 2 for a fault in the command line, launch or config; 130."""
     arguments = parser().parse_args(argv)
     try:
         return run(arguments)

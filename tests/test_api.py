@@ -156,7 +156,7 @@ def test_what_is_wrong_is_named(model: Path, tmp_path: Path):
     for batch, why in (([], "no prompts"), ({"question": ["a"]}, "needs prompt"), ([{"prompt": "a"}], "batch item 0"),
                        ({"prompt": ["a", "b"], "ground_truth": ["1"]}, "differ in length"),
                        ("hello", "not str 'hello'"), (None, "not NoneType"), (["a", 5], "batch item 1: is a int"),
-                       (["a", ""], "batch item 1: key 'prompt' must not be empty"), (["\ud800"], "item 0: .* surrogate"),
+                       (["a", ""], "batch item 1: key 'prompt' must not be empty"), (["\ud800"], "item 0: .* half"),
                        (["a", "1" * 500], "batch item 1: has 501 tokens; .* may have 124"),
                        ([TokenisedPrompt(0, (5, 999), record)], "batch item 0: token id 999 at position 1"),
                        ([TokenisedPrompt(0, (-1,), record)], "batch item 0: token id -1 at position 0"),

@@ -21,13 +21,17 @@ from hybridflow.models.hf_export import export_hf, tokenizer_files
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.world import World
 from hybridflow.trainer.build import DTYPES
+from hybridflow.trainer.inputs import require_weights
 
 
 def prepare(config: Config) -> Job:
-    """Read the model's shape; the job then copies model.path, read at train.layout, to logging.dir/export.
+    """Read the model's shape and the names of its tensors.
+
+    The job then copies model.path, read at train.layout, to logging.dir/export.
 
     The tensors keep their dtype, unless train.mixed_precision is bf16 or fp64.
     """
+    require_weights(config.model.path, Head.LANGUAGE_MODEL)
     return partial(_run, config, ModelConfig.from_hf_folder(config.model.path))
 
 

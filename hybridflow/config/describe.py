@@ -9,12 +9,11 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
 from hybridflow.config.faults import shown
 from hybridflow.config.hints import block_of, field_types
-from hybridflow.config.faults import plain
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 
@@ -34,15 +33,9 @@ def key_lines(cls: type = Config, prefix: str = "") -> Iterator[KeyLine]:
     for field in fields(cls):
         key, block = f"{prefix}{field.name}", block_of(types[field.name])
         default = default_of(field)
-        yield KeyLine(key, "" if is_dataclass(default) else shown(_written(default)), meanings[field.name])
+        yield KeyLine(key, "" if is_dataclass(default) else shown(default), meanings[field.name])
         if block is not None and not (block is LayoutConfig and default is None):  # its keys are under train.layout
             yield from key_lines(block, f"{key}[]." if isinstance(default, list) else f"{key}.")
-
-
-def _written(default: object) -> Any:
-    """A list of blocks is shown as dicts."""
-    items = default if isinstance(default, list) else []
-    return plain([asdict(item) if is_dataclass(item) else item for item in items] if items else default)
 
 
 def field_meanings(cls: type) -> dict[str, str]:

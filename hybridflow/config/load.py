@@ -242,7 +242,8 @@ def _unknown(key: str, value: object, block: Mapping[str, Any]) -> Fault:
         inner += f".{name}"
     if near and near + inner in known_keys():
         near += inner
-    return Fault(key + inner, value, "unknown key", f"did you mean {near}?" if near else f"keys here: {', '.join(block)}")
+    choice = f"did you mean {near}?" if near else f"keys here: {', '.join(block)}"
+    return Fault(key + inner, value, "unknown key", choice)
 
 
 def _word_hint(hint: Any, value: object) -> str:

@@ -47,10 +47,10 @@ class Inputs:
         """
         opened = open_tokenizer(config.model.tokenizer or config.model.path) if tokenizer is None else tokenizer
         model = model_shape(config, config.model.path, opened)
-        _require_weights(config.model.path, Head.LANGUAGE_MODEL)
+        require_weights(config.model.path, Head.LANGUAGE_MODEL)
         if scores:
-            _require_weights(config.model.critic.path, Head.VALUE)
-            _require_weights(config.model.reward_model.path, Head.SCORE)
+            require_weights(config.model.critic.path, Head.VALUE)
+            require_weights(config.model.reward_model.path, Head.SCORE)
         return cls(config, opened, model, stop_ids(config, opened, model), _reward_function(config) if scores else None)
 
 
@@ -63,8 +63,12 @@ def model_shape(config: Config, path: str | None, tokenizer: Tokenizer | None) -
     return replace(model, eos_token_ids=tokenizer.stop_ids) if tokenizer else model
 
 
-def _require_weights(path: str | None, head: Head) -> None:
-    """Folder `path`, where one is named, has the tensors of its model under `head`."""
+def require_weights(path: str | None, head: Head) -> None:
+    """Folder `path`, where one is named, has the tensors of its model under `head`.
+
+    Raises:
+        ValueError: as `load_hf`.
+    """
     if path is not None:
         require_tensors(Path(path), canonical_shapes(ModelConfig.from_hf_folder(path), head))
 

@@ -34,6 +34,12 @@ def test_missing_files_of_each_kind():
     assert missing(tree=tree, command=Command.EXPORT) == {"model.path"}
 
 
+def test_a_file_in_the_way_of_the_run_folder():
+    for command in Command:
+        assert "logging.dir" in missing(f"logging.dir={__file__}/run", command=command)
+        assert "logging.dir" not in missing("logging.dir=not/there/yet", command=command)
+
+
 def test_sft_makes_its_tokenizer_under_one_name():
     size = "sft.tokenizer_vocab_size=64"
     assert missing(command=Command.SFT) == missing(size, command=Command.SFT) == {"model.tokenizer"}

@@ -102,7 +102,8 @@ def test_what_is_no_json_is_named(tmp_path, row):
 
 
 def test_a_mark_in_front_and_other_ends_of_lines_are_read(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS) + b"\r\n")
+    lines = [json.dumps(row).encode() + b"\r\n" for row in ROWS]
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"".join(lines))
     assert len(read_prompt_files([str(tmp_path / "a.jsonl")], FileFormat.JSONL)) == 2
 
 
