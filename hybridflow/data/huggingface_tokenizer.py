@@ -12,21 +12,7 @@ import transformers
 
 from hybridflow.data.records import Prompt
 from hybridflow.data.tokenizer import decode_known, plain_chat
-
-# Every file a tokenizer may be made of, and generation_config.json, which holds the further ids that end a response.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenization_as_saved.py",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+from hybridflow.models.hf_export import tokenizer_files
 
 
 class HuggingFaceTokenizer:
@@ -83,8 +69,7 @@ class HuggingFaceTokenizer:
         """Copy the tokenizer's own files, byte for byte: saving anew would rewrite them in this version's form."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        present = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
-        return tuple(Path(shutil.copyfile(self.folder / name, folder / name)) for name in present)
+        return tuple(Path(shutil.copyfile(file, folder / file.name)) for file in tokenizer_files(self.folder))
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
