@@ -30,7 +30,13 @@ def prepare(config: Config) -> Job:
     The job then copies model.path, read at train.layout, to logging.dir/export.
 
     The tensors keep their dtype, unless train.mixed_precision is bf16 or fp64.
+
+    Raises:
+        ValueError: there is a model in that folder already, such as the one that a training run left.
     """
+    folder = Path(config.logging.dir) / "export"
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds a model already; choose another logging.dir, or remove it")
     require_weights(config.model.path, Head.LANGUAGE_MODEL)
     return partial(_run, config, ModelConfig.from_hf_folder(config.model.path))
 

@@ -79,7 +79,7 @@ class BatchMath:
         epochs = f" ({self.updates_per_epoch} x {self.epochs} epochs)" if self.epochs > 1 else ""
         short = f" (the last has {self.last_update})" if self.last_update != self.rollouts_per_update else ""
         return (f"{self.prompts_per_step} prompts x {self.samples_per_prompt} samples = {self.rollouts_per_step} "
-                f"rollouts per step; {self.updates_per_step} updates per step{epochs}, "
+                f"rollouts per step; {counted(self.updates_per_step, 'update')} per step{epochs}, "
                 f"{self.rollouts_per_update} rollouts per update{short}, {self.share_line()}")
 
     def line_of_any_batch(self) -> str:
@@ -119,6 +119,11 @@ def aligned(rows: list[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def counted(number: int, noun: str) -> str:
+    """Example: counted(1, "update") == "1 update", counted(2, "update") == "2 updates"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def ceil_div(amount: int, parts: int) -> int:

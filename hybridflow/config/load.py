@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridflow.config.faults import ConfigError, Fault, nearest_key, plain, require_none
+from hybridflow.config.faults import ConfigError, Fault, listed, nearest_key, plain, require_none
 from hybridflow.config.hints import block_of, described, field_types, is_list, members, words_of
 from hybridflow.config.schema import Config
 
@@ -250,5 +250,6 @@ def _word_hint(hint: Any, value: object) -> str:
     words = words_of(hint)
     if words is None:
         return ""
-    near = nearest_key(str(value).lower(), [str(member.value) for member in words], ())
-    return f"did you mean {near}?" if near else ""
+    known = [str(member.value) for member in words]
+    near = nearest_key(str(value).lower(), known, ())
+    return f"did you mean {near}? It may be {listed(known)}" if near else f"choose {listed(known)}"

@@ -265,7 +265,7 @@ class LoggingConfig:
     progress: bool = True
     """Live progress bar on rank 0 where the output is a terminal; plain lines elsewhere."""
     trace_step: int | None = None
-    """Step (from 1) of which a Chrome/Perfetto trace is written. null: none."""
+    """Step (from 1) of which a Chrome/Perfetto trace is written; none if the run ends before it. null: none."""
 
 
 @dataclass(frozen=True)

@@ -35,16 +35,19 @@ def shape_faults(config: Config, world_size: int, command: Command) -> list[Faul
         except ValueError as error:
             faults.append(Fault(key, path, str(error)))
     for role, model in models.items():
-        faults += _layout_faults(config, world_size, role, model)
+        faults += _layout_faults(config, world_size, command, role, model)
         faults += _length_faults(config, command, role, model)
         if Role.ACTOR in models:
             faults += _vocabulary_faults(config, role, model, models[Role.ACTOR])
     return list({str(fault): fault for fault in faults}.values())  # roles share folders and layouts
 
 
-def _layout_faults(config: Config, world_size: int, role: Role, model: ModelConfig) -> Iterator[Fault]:
-    layouts = {layout_key(config, role): role_layout(config, role, world_size)}
-    if role is Role.ACTOR:
+def _layout_faults(config: Config, world_size: int, command: Command, role: Role,
+                   model: ModelConfig) -> Iterator[Fault]:
+    layouts = {}
+    if command is not Command.GENERATE:
+        layouts[layout_key(config, role)] = role_layout(config, role, world_size)
+    if role is Role.ACTOR and command is not Command.EXPORT:
         layouts["generation.layout"] = generation_layout(config, world_size)
     key, _ = _start(config, role)
     for place, layout in layouts.items():

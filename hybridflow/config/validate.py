@@ -19,6 +19,8 @@ from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
 from hybridflow.config.words import AlgorithmName, DataSource, Decay, KLWhere
 
+TRAINING = (Command.TRAIN, Command.SFT, Command.API)
+
 
 def validate(config: Config, world_size: int, command: Command = Command.TRAIN) -> list[Fault]:
     """Every fault of `config` for `command` on `world_size` ranks; empty if there is none.
@@ -27,11 +29,11 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
     """
     bounds = list(out_of_bounds(config))
     faults = bounds + list(_models(config, command)) + list(_layouts(config, world_size, command))
-    if not faults:  # the batch numbers below divide by these
+    if not faults and command in TRAINING:  # the batch numbers divide by these
         faults += _batches(config, world_size, command)
     if command in (Command.TRAIN, Command.API):
         faults += _algorithm(config)
-    if command in (Command.TRAIN, Command.SFT, Command.API):
+    if command in TRAINING:
         unread = list(unread_keys(config, command))
         known = {fault.key for fault in unread}
         faults += [*unread, *(fault for fault in idle_keys(config) if fault.key not in known)]
@@ -86,7 +88,8 @@ def _below(number: int, near: int) -> list[int]:
 
 
 def _layouts(config: Config, world_size: int, command: Command) -> Iterator[Fault]:
-    written = {layout_key(config, role): written_layout(config, role) for role in used_roles(config, command)}
+    used = () if command is Command.GENERATE else used_roles(config, command)  # it has the generation layout alone
+    written = {layout_key(config, role): written_layout(config, role) for role in used}
     for key, layout in written.items():
         yield from _layout(key, layout, world_size, config.model.spec)
     tp = config.generation.layout.tp
@@ -164,10 +167,7 @@ def _algorithm(config: Config) -> Iterator[Fault]:
 def _schedule(config: Config, command: Command) -> Iterator[Fault]:
     if command is Command.API:
         yield from _decay(config)
-    step, accuracy = config.logging.trace_step, config.sft.stop_at_accuracy
-    steps = config.sft.steps if command is Command.SFT else config.train.total_steps
-    if step is not None and step > steps:
-        yield Fault("logging.trace_step", step, f"the run has only steps 1 to {steps}", "choose one of these, or null")
+    accuracy = config.sft.stop_at_accuracy
     if accuracy is not None and config.evaluation.every_steps is None:
         yield Fault("sft.stop_at_accuracy", accuracy, "the accuracy is never measured",
                     "give evaluation.every_steps, or choose null")

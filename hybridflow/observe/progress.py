@@ -145,14 +145,15 @@ class Pace:
 def cells(metrics: dict[str, float]) -> list[str]:
     """What is shown of a step. Example: `["1.84 s", "reward 0.412", "KL 0.0031", "5,120 tokens/s"]`.
 
-    KL is that to the reference; where the run has none, that of the step's own update. A supervised step has a loss in
-    place of reward and KL.
+    KL is that to the reference, and is left out where the run has none. A supervised step has a loss in place of reward
+    and KL.
     """
-    kl = "policy/kl_reference" if "policy/kl_reference" in metrics else "policy/approx_kl"
     if "sft/loss" in metrics:
         learned = [_cell(metrics, "sft/loss", "loss {:.4f}")]
     else:
-        learned = [_cell(metrics, "reward/mean", "reward {:.3f}"), _cell(metrics, kl, "KL {:.4f}")]
+        learned = [_cell(metrics, "reward/mean", "reward {:.3f}")]
+        if "policy/kl_reference" in metrics:
+            learned.append(_cell(metrics, "policy/kl_reference", "KL {:.4f}"))
     speed = _cell(metrics, "perf/tokens_per_second", "{:,.0f} tokens/s")
     shown = [_cell(metrics, "time/step", "{:.2f} s"), *learned, speed]
     if "eval/accuracy" in metrics:

@@ -67,7 +67,9 @@ class FunctionRewards:
         """The metrics of all ranks' rows, and the first rank's sentence on faults into `last_fault`."""
         faults = {kind.value: result.faults[kind] for kind in FaultKind}
         told = share_json(self.world, [faults, result.fault_sentence(requests), _numbers(result)])
-        self.last_fault = next((f"rank {rank}: {sentence}" if self.world.size > 1 else sentence
+        total = sum(sum(counts.values()) for counts, _, _ in told)
+        self.last_fault = next((f"{total} rewards failed over all ranks; rank {rank}: {sentence}" if self.world.size > 1
+                                else sentence
                                 for rank, (_, sentence, _) in enumerate(told) if sentence is not None), None)
         metrics = {f"reward/faults_{name}": float(sum(counts[name] for counts, _, _ in told)) for name in faults}
         extras: dict[str, list[float]] = defaultdict(list)

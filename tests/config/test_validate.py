@@ -90,16 +90,21 @@ def test_models():
     ("data.test_tasks=[{name: gcd}, {weight: -1}]", "data.test_tasks[1].weight"),
     ("evaluation.prompts=257", "evaluation.prompts"),
     ("data.test_size=0", "data.test_size"),
-    ("logging.trace_step=101", "logging.trace_step"),
+    ("logging.trace_step=0", "logging.trace_step"),
     ("logging.dir=''", "logging.dir"),
 ])
 def test_single_rules(override, key):
     assert list(faults(1, override)) == [key]
 
 
-def test_supervised_training_has_its_own_steps():
-    assert "steps 1 to 100" in faults(1, "logging.trace_step=101", command=Command.SFT)["logging.trace_step"]
-    assert faults(1, "logging.trace_step=101", "sft.steps=101", command=Command.SFT) == {}
+def test_a_run_may_be_cut_short_of_what_its_file_asks_for():
+    assert faults(1, "logging.trace_step=101") == {}
+
+
+def test_generation_does_not_look_at_the_training_layout():
+    model = ("model.path=folder", "model.spec=null", "train.layout.tp=2")
+    assert faults(1, *model, command=Command.GENERATE) == {}
+    assert list(faults(1, *model, "generation.layout.tp=2", command=Command.GENERATE)) == ["generation.layout.tp"]
 
 
 def test_an_accuracy_to_stop_at_must_be_measured():

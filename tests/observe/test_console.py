@@ -50,8 +50,8 @@ def test_lines_are_one_row_a_step():
 
 
 def test_missing_metrics_are_dashes():
-    assert cells({}) == ["- s", "reward -", "KL -", "- tokens/s"]
-    assert cells({"policy/approx_kl": 0.5})[2] == "KL 0.5000"
+    assert cells({}) == ["- s", "reward -", "- tokens/s"]
+    assert cells({"policy/kl_reference": 0.5})[2] == "KL 0.5000"
     assert cells(METRICS | {"eval/accuracy": 0.75})[4] == "held-out accuracy 0.750"
     assert cells({"sft/loss": 1.5, "time/step": 2.0}) == ["2.00 s", "loss 1.5000", "- tokens/s"]
     assert cells({"reward/mean": math.nan})[1] == "reward nan"

@@ -122,7 +122,7 @@ def run(options, rank, first, last):
 def test_view_from_start_to_finish_and_on(tmp_path):
     options = ViewOptions(tmp_path / "run", "a run", total_steps=2, num_samples=2, strict=True)
     out = run(options, 0, 1, 2)
-    assert out.startswith("[b]Begins.\nstep 1/2 | 1.00 s | reward 0.100 | KL - |")
+    assert out.startswith("[b]Begins.\nstep 1/2 | 1.00 s | reward 0.100 | - tokens/s |")
     assert "2 steps took 2 s. Mean reward went from 0.100 to 0.200." in out
     assert png_size(tmp_path / "run" / "learning_curve.png") == (1300, 520)
     assert len((tmp_path / "run" / "samples.jsonl").read_text().splitlines()) == 4

@@ -78,7 +78,7 @@ def test_a_fault_is_not_a_number_counted_and_told(spec: str):
 
 def test_every_rank_is_told_the_same(spec: str):
     for told in run_ranks(2, score_twice, spec):
-        check(told, OF_RANK_0)
+        check(told, f"2 rewards failed over all ranks; {OF_RANK_0}")
 
 
 def test_the_token_that_ended_an_answer_is_not_judged():
