@@ -37,7 +37,7 @@ def prepare(config: Config) -> Job:
     folder = Path(config.logging.dir) / "export"
     if (folder / "config.json").exists():
         raise ValueError(f"{folder} holds a model already; choose another logging.dir, or remove it")
-    require_weights(config.model.path, Head.LANGUAGE_MODEL)
+    require_weights("model.path", config.model.path, Head.LANGUAGE_MODEL)
     return partial(_run, config, ModelConfig.from_hf_folder(config.model.path))
 
 

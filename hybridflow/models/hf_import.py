@@ -74,4 +74,4 @@ def _check(folder: Path, files: dict[str, Path], shapes: dict[str, tuple[int, ..
     faults += [f"{name}: not a tensor of this architecture" for name in sorted(found)
                if name not in shapes and name not in HEADS and not name.endswith("rotary_emb.inv_freq")]
     if faults:
-        raise ValueError(f"{folder}: {len(faults)} faults in its tensors: {'; '.join(faults[:8])}")
+        raise ValueError(f"{folder}: its tensors are not the model's: {'; '.join(faults[:8])}")

@@ -47,10 +47,10 @@ class Inputs:
         """
         opened = open_tokenizer(config.model.tokenizer or config.model.path) if tokenizer is None else tokenizer
         model = model_shape(config, config.model.path, opened)
-        require_weights(config.model.path, Head.LANGUAGE_MODEL)
+        require_weights("model.path", config.model.path, Head.LANGUAGE_MODEL)
         if scores:
-            require_weights(config.model.critic.path, Head.VALUE)
-            require_weights(config.model.reward_model.path, Head.SCORE)
+            require_weights("model.critic.path", config.model.critic.path, Head.VALUE)
+            require_weights("model.reward_model.path", config.model.reward_model.path, Head.SCORE)
         return cls(config, opened, model, stop_ids(config, opened, model), _reward_function(config) if scores else None)
 
 
@@ -63,14 +63,19 @@ def model_shape(config: Config, path: str | None, tokenizer: Tokenizer | None) -
     return replace(model, eos_token_ids=tokenizer.stop_ids) if tokenizer else model
 
 
-def require_weights(path: str | None, head: Head) -> None:
-    """Folder `path`, where one is named, has the tensors of its model under `head`.
+def require_weights(key: str, path: str | None, head: Head) -> None:
+    """The folder that `key` names, if it names one, has the tensors of its model under `head`.
 
     Raises:
-        ValueError: as `load_hf`.
+        ValueError: as `load_hf`; the key is named.
     """
-    if path is not None:
+    if path is None:
+        return
+    try:
         require_tensors(Path(path), canonical_shapes(ModelConfig.from_hf_folder(path), head))
+    except ValueError as error:
+        wanted = "; it must be a *ForSequenceClassification with one label" if head is Head.SCORE else ""
+        raise ValueError(f"{key} = {error}{wanted}") from None
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:

@@ -28,6 +28,6 @@ def test_a_folder_has_the_tensors_of_its_model(tmp_path: Path, head: Head, chang
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     save_file({name: torch.zeros(shape) for name, shape in shapes.items() if shape}, tmp_path / "model.safetensors")
     if why is None:
-        return require_weights(str(tmp_path), head)
+        return require_weights("model.path", str(tmp_path), head)
     with pytest.raises(ValueError, match=why):
-        require_weights(str(tmp_path), head)
+        require_weights("model.path", str(tmp_path), head)
