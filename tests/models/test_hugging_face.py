@@ -138,7 +138,8 @@ def test_faults_of_the_files(folders, tmp_path):
         tensors["model.norm.weight"] = torch.ones(31)
         tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(32)
 
-    with pytest.raises(ValueError, match=r"not the model.s: .*up_proj.weight: missing.*norm.weight: shape \(31,\).*q_proj.bias"):
+    told = r"not the model.s: .*up_proj.weight: missing.*norm.weight: shape \(31,\).*q_proj.bias"
+    with pytest.raises(ValueError, match=told):
         load_changed(folders["llama"], tmp_path, spoil)
     with pytest.raises(ValueError, match="model.safetensors.*is there"):
         tensor_files(tmp_path / "nowhere")
