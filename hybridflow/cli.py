@@ -52,6 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command == "keys":
         print(key_table())
         return 0
+    if arguments.command == "metrics":
+        from hybridflow.observe.metric_names import describe  # brings torch, which config faults must not wait for
+
+        print(describe())
+        return 0
     command = Command(arguments.command)
     try:
         place = launched_place(os.environ)
@@ -84,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("config", metavar="CONFIG", help="YAML file; it names only what differs from the defaults")
         one.add_argument("overrides", nargs="*", metavar="key=value", help="keys that differ from the file")
     commands.add_parser("keys", help="print every key of a config with its default and meaning")
+    commands.add_parser("metrics", help="print every metric of a run with its unit and meaning")
     return top
 
 

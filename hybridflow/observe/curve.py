@@ -24,7 +24,7 @@ from hybridflow.observe.phases import Phase
 SMOOTH_FROM_STEPS = 40
 DOTS_PER_INCH = 130
 
-BLUE, ORANGE, GREEN, GREY = "#2f6db3", "#d9772b", "#3a8f5c", "#9aa0a6"
+BLUE, ORANGE, GREY = "#2f6db3", "#d9772b", "#9aa0a6"
 INK, FAINT = "#2b2f33", "#d8dce0"
 # One colour for each phase, near hues for near work: blues make rollouts, greens and yellows score, reds train.
 PHASE_COLOURS = {

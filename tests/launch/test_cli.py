@@ -60,12 +60,14 @@ def test_every_command_has_a_meaning_and_a_module():
     assert {file.stem for file in (ROOT / "hybridflow" / "commands").glob("*.py")} >= {c.value for c in cli.HELP}
 
 
-def test_version_and_keys(capsys):
+def test_version_keys_and_metrics(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"hybridflow {__version__}\n"
     assert cli.main(["keys"]) == 0
     assert "train.layout.tp = 1" in capsys.readouterr().out
+    assert cli.main(["metrics"]) == 0
+    assert "| `policy/grad_norm` | norm |" in capsys.readouterr().out
 
 
 def test_a_missing_file_is_a_fault(capsys):
