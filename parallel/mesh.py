@@ -18,32 +18,34 @@ from hybridflow.parallel.world import World
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel degrees of one role: tensor, pipeline and data. Example: `Layout(tp=2, pp=2, dp=1).size == 4`."""
+    """Parallel degrees of one role: tensor, pipeline, data and context. Example: `Layout(tp=2, pp=2).size == 4`."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
 
     @property
     def size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
-        return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+        return f"tp{self.tp} pp{self.pp} dp{self.dp}" + (f" cp{self.cp}" if self.cp > 1 else "")
 
 
 @dataclass(frozen=True)
 class Coord:
-    """A rank's place in a grid: tensor index, data-parallel replica, pipeline stage."""
+    """A rank's place in a grid: tensor index, data-parallel replica, pipeline stage, part of the context."""
 
     tp: int = 0
     dp: int = 0
     pp: int = 0
+    cp: int = 0
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Which global rank sits at which coordinate: `ranks` in coordinate order, tp fastest, then dp, then pp.
+    """Which global rank sits at which coordinate: `ranks` in coordinate order, tp fastest, then cp, dp and pp.
 
     With the default order tensor groups are adjacent ranks (one node) and pipeline stages are the farthest apart
     (across nodes), as in Megatron-LM. Example: `Grid.of(Layout(tp=2, pp=2)).coord(3) == Coord(tp=1, dp=0, pp=1)`.
@@ -65,8 +67,8 @@ class Grid:
 
     def coord(self, rank: int) -> Coord:
         place = self._places[rank]
-        tp, dp = self.layout.tp, self.layout.dp
-        return Coord(tp=place % tp, dp=place // tp % dp, pp=place // (tp * dp))
+        tp, cp, dp = self.layout.tp, self.layout.cp, self.layout.dp
+        return Coord(tp=place % tp, cp=place // tp % cp, dp=place // (tp * cp) % dp, pp=place // (tp * cp * dp))
 
     def lines(self, key: Callable[[Coord], tuple]) -> list[tuple[int, ...]]:
         """Ranks grouped by `key` of their coordinate, groups and members in coordinate order."""
@@ -110,11 +112,13 @@ class Mesh:
     """A grid together with the groups that this rank is in. Making one is a collective call over the whole world.
 
     Attributes:
-        tp, dp, pp: this rank's groups along each axis; `pp.index` is its stage.
-        replica: all tp x pp ranks that hold one copy of the model.
+        tp, cp, dp, pp: this rank's groups along each axis; `pp.index` is its stage.
+        data: all dp x cp ranks that hold the same weights: gradients are summed over it.
+        model: all tp x pp ranks that hold one copy of the weights together.
         embedding: the first and the last stage of this pipeline; on a middle stage, or with one stage, itself alone.
-        pipe_forward, pipe_backward: the pipeline ranks once for each direction, so that activations and gradients
-            never queue behind one another.
+        links: by (from stage, to stage) the pairs of neighbouring stages of this pipeline, in a ring, that this rank is
+            one of. A message travels on the link of its direction, so that nothing queues behind a message that goes
+            elsewhere.
     """
 
     def __init__(self, grid: Grid, world: World) -> None:
@@ -122,14 +126,18 @@ class Mesh:
         self.grid = grid
         self.world = world
         self.coord = grid.coord(world.rank)
-        self.tp = self._axis(lambda c: (c.dp, c.pp))
-        self.dp = self._axis(lambda c: (c.tp, c.pp))
-        self.pp = self._axis(lambda c: (c.tp, c.dp))
-        self.replica = self._axis(lambda c: (c.dp,))
-        self.pipe_forward = self._axis(lambda c: (c.tp, c.dp), "forward")
-        self.pipe_backward = self._axis(lambda c: (c.tp, c.dp), "backward")
+        self.tp = self._axis(lambda c: (c.cp, c.dp, c.pp))
+        self.cp = self._axis(lambda c: (c.tp, c.dp, c.pp))
+        self.dp = self._axis(lambda c: (c.tp, c.cp, c.pp))
+        self.pp = self._axis(lambda c: (c.tp, c.cp, c.dp))
+        self.data = self._axis(lambda c: (c.tp, c.pp))
+        self.model = self._axis(lambda c: (c.cp, c.dp))
+        self.links = self._links()
+        self.replica = self.model
+        self.pipe_forward, self.pipe_backward = (
+            self._axis(lambda c: (c.tp, c.cp, c.dp), purpose) for purpose in ("forward", "backward"))
         last = self.layout.pp - 1
-        self.embedding = self._axis(lambda c: (c.tp, c.dp, 0 if c.pp in (0, last) else c.pp))
+        self.embedding = self._axis(lambda c: (c.tp, c.cp, c.dp, 0 if c.pp in (0, last) else c.pp))
 
     @property
     def layout(self) -> Layout:
@@ -150,7 +158,17 @@ class Mesh:
     def tp_block(self, size: int) -> AxisGroup:
         """My block of `size` adjacent tensor coordinates (the ranks that replicate one key-value head). Collective."""
         assert self.layout.tp % size == 0, (self.layout, size)
-        return self._axis(lambda c: (c.tp // size, c.dp, c.pp))
+        return self._axis(lambda c: (c.tp // size, c.cp, c.dp, c.pp))
+
+    def _links(self) -> dict[tuple[int, int], AxisGroup]:
+        links, pp, mine = {}, self.layout.pp, self.world.rank
+        for line in self.grid.lines(lambda c: (c.tp, c.cp, c.dp)):
+            for ends in sorted({(s, (s + hop) % pp) for s in range(pp) for hop in (1, pp - 1) if pp > 1}):
+                ranks = (line[ends[0]], line[ends[1]])
+                process_group = self.world.group(ranks, f"link {ends[0]} to {ends[1]}")
+                if mine in ranks:
+                    links[ends] = AxisGroup(ranks, ranks.index(mine), process_group)
+        return links
 
     def _axis(self, key: Callable[[Coord], tuple], purpose: str = "") -> AxisGroup:
         mine = None
