@@ -20,7 +20,7 @@ from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.plan import TransferPlan, lower_bound_numel
 from hybridflow.parallel.shard_map import ShardMap
-from hybridflow.parallel.transfer import execute
+from hybridflow.parallel.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,12 @@ class HybridEngine:
     def __init__(self, train: TrainEngine, mesh: Mesh, *, bucket_bytes: int,
                  limits: GenerationLimits = DEFAULT_LIMITS) -> None:
         """`mesh` is the generation mesh; `bucket_bytes` bounds what is in flight while weights move."""
-        self.train, self.mesh, self.bucket_bytes = train, mesh, bucket_bytes
+        self.train, self.mesh = train, mesh
         self._dtype = train.options.dtype
         model = train.model
         dst = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
         self.plan = TransferPlan.between(train.shard_map, dst)
+        self._transfer = Transfer(self.plan, mesh.world, wire_dtype=self._dtype, bucket_bytes=bucket_bytes)
         self._lower_bound = lower_bound_numel(train.shard_map, dst, mesh.world.rank) * self._dtype.itemsize
         self.stage = generation_stage(model, mesh, self._dtype)
         self.stage.requires_grad_(False)
@@ -61,17 +62,37 @@ class HybridEngine:
         self.free()
         self.last_report = ReshardReport(0.0, 0, self._lower_bound)
 
+    @property
+    def num_buckets(self) -> int:
+        """Rounds of a reshard on this rank: the RESHARD actions that its schedule ends in."""
+        return self._transfer.num_rounds
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the generator has the train engine's weights of now."""
+        return self.generator.weight_version == self.train.version
+
     def fill(self) -> None:
         """Reshard the current training weights into the generator. Collective."""
+        for number in range(self.num_buckets):
+            self.fill_bucket(number)
+
+    def fill_bucket(self, number: int) -> None:
+        """One round of a reshard. The first makes the generator's storages, after the last it can generate."""
         started = time.perf_counter()
-        for name, param in self.stage.named_parameters():
-            param.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self.mesh.device)
+        if number == 0:
+            self.last_report = ReshardReport(0.0, 0, self._lower_bound)
+            for name, param in self.stage.named_parameters():
+                param.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self.mesh.device)
         storages = {name: param.data for name, param in self.stage.named_parameters()}
-        stats = execute(self.plan, self.mesh.world, self.train.storages, storages, wire_dtype=self._dtype,
-                        bucket_bytes=self.bucket_bytes)
-        lay_out_for_decoding(self.stage)
-        self.generator.weight_version = self.train.version
-        self.last_report = ReshardReport(time.perf_counter() - started, stats.received_bytes, self._lower_bound)
+        before = self._transfer.stats.received_bytes
+        self._transfer.round(number, self.train.storages, storages)
+        if number == self.num_buckets - 1:
+            lay_out_for_decoding(self.stage)
+            self.generator.weight_version = self.train.version
+        self.last_report = ReshardReport(self.last_report.seconds + time.perf_counter() - started,
+                                         self.last_report.received_bytes
+                                         + self._transfer.stats.received_bytes - before, self._lower_bound)
 
     def free(self) -> None:
         """Give the memory of the generation weights back."""
@@ -103,7 +124,7 @@ def generation_grid(train_map: ShardMap, train: Grid, model: ModelConfig, tp: in
 
 def _at_intervals(train: Grid, tp: int) -> tuple[int, ...]:
     interval = train.layout.tp // tp
-    lines = train.lines(lambda at: (at.dp, at.pp))  # the training tensor groups
+    lines = train.lines(lambda at: (at.cp, at.dp, at.pp))  # the training tensor groups
     return tuple(line[place + i * interval] for line in lines for place in range(interval) for i in range(tp))
 
 

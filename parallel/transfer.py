@@ -34,44 +34,62 @@ class Piece:
 Bucket = list[Piece]
 
 
-@torch.no_grad()
-def execute(plan: TransferPlan, world: World, src: dict[str, Tensor], dst: dict[str, Tensor], *,
-            wire_dtype: torch.dtype, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> TransferStats:
-    """Fill this rank's destination storages. Collective over the ranks of the plan.
+class Transfer:
+    """This rank's part of a plan, cut into rounds of bounded buckets that can be carried out one at a time.
 
-    Args:
-        src, dst: storages of this rank by name, as the plan's shards name them.
-        wire_dtype: the dtype on the wire; values are cast to it by the sender and from it by the receiver.
-        bucket_bytes: bound on the bytes of all buffers in flight on one rank (tensors are cut to fit).
+    Attributes:
+        num_rounds: of this rank, at least one. Two ranks meet in a round if both have data for each other in it, so all
+            ranks do their rounds in order, and nothing else needs to be agreed.
+        stats: counted from the start.
     """
-    mine = plan.of_rank(world.rank)
-    for copy in mine:
-        if copy.source == copy.dest == world.rank:
+
+    def __init__(self, plan: TransferPlan, world: World, *, wire_dtype: torch.dtype,
+                 bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        """`wire_dtype`: values are cast to it by the sender and from it by the receiver. `bucket_bytes` bounds the
+        bytes of all buffers in flight on one rank (tensors are cut to fit).
+        """
+        self.world, self.wire_dtype, self.stats = world, wire_dtype, TransferStats()
+        mine = plan.of_rank(world.rank)
+        per_wire = max(1, bucket_bytes // wire_dtype.itemsize // max(1, plan.max_peers))
+        self._kept = [c for c in mine if c.source == world.rank == c.dest]
+        self._sends = _buckets([c for c in mine if c.source == world.rank != c.dest], per_wire, lambda c: c.dest)
+        self._receives = _buckets([c for c in mine if c.dest == world.rank != c.source], per_wire, lambda c: c.source)
+        self.num_rounds = max([1, *(len(b) for b in (*self._sends.values(), *self._receives.values()))])
+
+    @torch.no_grad()
+    def round(self, number: int, src: dict[str, Tensor], dst: dict[str, Tensor]) -> None:
+        """Carry out one round, from and to this rank's storages by name. What a rank has already goes with the first.
+        """
+        receives = {peer: buckets[number] for peer, buckets in self._receives.items() if number < len(buckets)}
+        sends = {peer: buckets[number] for peer, buckets in self._sends.items() if number < len(buckets)}
+        incoming = {peer: torch.empty(_numel(bucket), dtype=self.wire_dtype, device=self.world.device)
+                    for peer, bucket in receives.items()}
+        outgoing = {peer: _pack(bucket, src, self.wire_dtype) for peer, bucket in sends.items()}
+        ops = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in incoming.items()]
+        ops += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in outgoing.items()]
+        works = dist.batch_isend_irecv(ops) if ops else []
+        if number == 0:
+            self._keep(src, dst)
+        for work in works:
+            work.wait()
+        for peer, buffer in incoming.items():
+            _unpack(receives[peer], buffer, dst)
+        self.stats.received_bytes += sum(b.numel() * b.element_size() for b in incoming.values())
+
+    def _keep(self, src: dict[str, Tensor], dst: dict[str, Tensor]) -> None:
+        for copy in self._kept:
             source = copy.src_shard.view(src, copy.box)
             for shard in copy.dst_shards:
                 shard.view(dst, copy.box).copy_(source)
-    per_wire = max(1, bucket_bytes // wire_dtype.itemsize // max(1, plan.max_peers))
-    sends = _buckets([c for c in mine if c.source == world.rank != c.dest], per_wire, lambda c: c.dest)
-    receives = _buckets([c for c in mine if c.dest == world.rank != c.source], per_wire, lambda c: c.source)
-    stats = TransferStats()
-    for step in range(max([len(b) for b in (*sends.values(), *receives.values())], default=0)):
-        _round({p: b[step] for p, b in sends.items() if step < len(b)},
-               {p: b[step] for p, b in receives.items() if step < len(b)}, src, dst, wire_dtype, world, stats)
-    return stats
 
 
-def _round(sends: dict[int, Bucket], receives: dict[int, Bucket], src: dict[str, Tensor], dst: dict[str, Tensor],
-           dtype: torch.dtype, world: World, stats: TransferStats) -> None:
-    incoming = {peer: torch.empty(_numel(bucket), dtype=dtype, device=world.device)
-                for peer, bucket in receives.items()}
-    outgoing = {peer: _pack(bucket, src, dtype) for peer, bucket in sends.items()}
-    ops = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in incoming.items()]
-    ops += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in outgoing.items()]
-    stats.received_bytes += sum(b.numel() * b.element_size() for b in incoming.values())
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    for peer, buffer in incoming.items():
-        _unpack(receives[peer], buffer, dst)
+def execute(plan: TransferPlan, world: World, src: dict[str, Tensor], dst: dict[str, Tensor], *,
+            wire_dtype: torch.dtype, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> TransferStats:
+    """Fill this rank's destination storages, all rounds of a `Transfer`. Collective over the ranks of the plan."""
+    transfer = Transfer(plan, world, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes)
+    for number in range(transfer.num_rounds):
+        transfer.round(number, src, dst)
+    return transfer.stats
 
 
 def _buckets(copies: list[Copy], max_numel: int, peer_of: Callable[[Copy], int]) -> dict[int, list[Bucket]]:
