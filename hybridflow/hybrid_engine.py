@@ -19,6 +19,7 @@ from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.plan import TransferPlan, lower_bound_numel
+from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.transfer import Transfer
 
@@ -103,8 +104,8 @@ class HybridEngine:
 
 def generation_stage(model: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> DecoderStage:
     """The whole model on the tensor ranks of a generation mesh, uninitialised."""
-    return DecoderStage(model, mesh, Head.LANGUAGE_MODEL, layers=range(model.num_layers), sequence_parallel=False,
-                        dtype=dtype, with_embedding=True, with_head=True)
+    return DecoderStage(model, mesh, Head.LANGUAGE_MODEL, chunks=Chunks(), chunk_layers=(range(model.num_layers),),
+                        sequence_parallel=False, dtype=dtype)
 
 
 def generation_grid(train_map: ShardMap, train: Grid, model: ModelConfig, tp: int) -> Grid:

@@ -19,7 +19,7 @@ from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage, HeadOutput
 from hybridflow.models.hf_import import load_hf
 from hybridflow.models.init import init_weights
-from hybridflow.models.layout import stage_layers
+from hybridflow.models.layout import chunk_layers
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.gradients import MainGrads
@@ -27,6 +27,7 @@ from hybridflow.parallel.mesh import Mesh, everyone
 from hybridflow.parallel.optimizer import AdamWSettings, LrSchedule, ShardedAdamW, StepInfo
 from hybridflow.parallel.pipeline import Lane, PipelineRunner
 from hybridflow.parallel.schedule import Schedule, forward_only, gpipe, one_f_one_b
+from hybridflow.parallel.schedules.chunks import Chunks
 
 # What the last stage gives for its targets: log-probs and entropy; or values or scores `[targets]`.
 Output = HeadOutput | Tensor
@@ -78,12 +79,12 @@ class ForwardEngine:
 
     def __init__(self, model: ModelConfig, mesh: Mesh, head: Head, options: EngineOptions) -> None:
         self.model, self.mesh, self.head, self.options = model, mesh, head, options
-        self.shard_map = decoder_shard_map(model, mesh.grid, head, options.layers_per_stage)
+        chunks = Chunks(mesh.layout.pp)
+        self.shard_map = decoder_shard_map(model, mesh.grid, head, chunks, options.layers_per_stage)
         self.stage = DecoderStage(
-            model, mesh, head,
-            layers=stage_layers(model.num_layers, mesh.layout.pp, options.layers_per_stage)[mesh.coord.pp],
+            model, mesh, head, chunks=chunks,
+            chunk_layers=chunk_layers(model.num_layers, chunks, options.layers_per_stage),
             sequence_parallel=options.sequence_parallel, dtype=options.dtype,
-            with_embedding=mesh.is_first_stage, with_head=mesh.is_last_stage,
         )
         self.runner = PipelineRunner(self._run_stage, mesh, model.hidden_size, options.dtype, options.sequence_parallel)
 

@@ -1,6 +1,6 @@
-"""The layers of a decoder that one rank computes: a pipeline stage, cut over the tensor axis, with its head.
+"""The layers of a decoder that one rank computes: the chunks of a pipeline stage, cut over the tensor axis.
 
-Owns the forward of a stage. It never initialises, loads or moves weights (see `init`, `hf_import`, `weights`), and
+Owns the forward of each chunk. It never initialises, loads or moves weights (see `init`, `hf_import`, `weights`), and
 never talks to another stage: what crosses a stage border is the runner's.
 """
 
@@ -23,6 +23,7 @@ from hybridflow.parallel.collectives import gather_replicated
 from hybridflow.parallel.gradients import GradSync
 from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from hybridflow.parallel.mesh import AxisGroup, Mesh
+from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.vocab import VocabParallelEmbedding, gather_logits, token_log_probs, vocab_range
 
 
@@ -76,34 +77,50 @@ class HeadOutput:
 
 
 class DecoderStage(nn.Module):
-    """Some consecutive layers of a decoder on one tensor rank; parameters are uninitialised until loaded.
+    """The chunks (virtual stages) of one pipeline stage on one tensor rank; parameters are uninitialised until loaded.
+
+    The stage of chunk 0 has the embedding, that of the last chunk the norm and the head.
 
     Args:
-        layers: indices in the whole model.
+        chunks: which chunk lies on which stage.
+        chunk_layers: of every chunk of the model, its layers (`layout.chunk_layers`).
         sequence_parallel: outside attention and MLP each tensor rank holds its own tokens/tp; the tokens of every
             micro-batch are then a multiple of tp.
-        with_embedding, with_head: whether this stage takes ids, and whether it ends in the norm and the head.
 
     Raises:
-        ValueError: the model cannot be cut over the mesh's tensor axis (all reasons).
+        ValueError: the model cannot be cut over the mesh's tensor axis and these chunks (all reasons).
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, head: Head, *, layers: range, sequence_parallel: bool,
-                 dtype: torch.dtype, with_embedding: bool, with_head: bool) -> None:
+    def __init__(self, config: ModelConfig, mesh: Mesh, head: Head, *, chunks: Chunks, chunk_layers: tuple[range, ...],
+                 sequence_parallel: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        require_layout(config, mesh.layout, None)
+        require_layout(config, mesh.layout, [len(layers) for layers in chunk_layers], chunks)
+        assert chunks.pp == mesh.layout.pp, (chunks, mesh.layout)
         self.config, self.head_kind, self.dtype = config, head, dtype
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
         self.tp = mesh.tp
+        self.chunks = chunks
+        self.chunk_layers = {chunk: chunk_layers[chunk] for chunk in chunks.of_stage(mesh.coord.pp)}
+        with_embedding, with_head = 0 in self.chunk_layers, chunks.last in self.chunk_layers
         shared = dict(tp=mesh.tp, sequence_parallel=self.sequence_parallel, dtype=dtype, device=mesh.device)
         self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **shared) if with_embedding else None
-        self.layers = nn.ModuleDict({str(layer): DecoderLayer(config, layer, **shared) for layer in layers})
+        self.layers = nn.ModuleDict({str(layer): DecoderLayer(config, layer, **shared)
+                                     for layers in self.chunk_layers.values() for layer in layers})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, mesh.device) if with_head else None
         # A tied head beside its embedding has no weight of its own.
         tied_here = head is Head.LANGUAGE_MODEL and config.tie_word_embeddings and with_embedding
         own_head = with_head and not tied_here
         self.head = HeadWeight(self._head_rows(), config.hidden_size, dtype, mesh.device) if own_head else None
-        self._syncs = stage_grad_syncs(self, config, head, mesh, self.sequence_parallel)
+        self._syncs = stage_grad_syncs(self, config, head, mesh, chunks.head_stage, self.sequence_parallel)
+
+    def chunk_of(self, name: str) -> int:
+        """The chunk whose backward completes the gradient of a parameter of this stage (a tied embedding's: chunk 0's,
+        whose backward comes last)."""
+        first, _, rest = name.partition(".")
+        if first == "layers":
+            layer = int(rest.partition(".")[0])
+            return next(chunk for chunk, layers in self.chunk_layers.items() if layer in layers)
+        return 0 if first == "embed" else self.chunks.last
 
     def _head_rows(self) -> int:
         if self.head_kind is not Head.LANGUAGE_MODEL:
@@ -116,35 +133,42 @@ class DecoderStage(nn.Module):
         """The matrix of the head, which is the embedding's where they are tied on this stage."""
         return self.embed.weight if self.head is None else self.head.weight
 
-    def forward_hidden(self, x: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
-        """The layers of this stage, and the final norm where it has the head.
+    def forward_hidden(self, x: Tensor, position_ids: Tensor, attend: Attend, chunk: int | None = None) -> Tensor:
+        """The layers of a chunk, and the final norm where it is the last.
 
         Args:
-            x: `[tokens]` ids on the first stage, else `[tokens, hidden]` (`[tokens/tp, hidden]` under sequence
-                parallelism) of the stage before.
+            x: `[tokens]` ids for chunk 0, else `[tokens, hidden]` (`[tokens/tp, hidden]` under sequence parallelism)
+                of the chunk before.
             position_ids: `[tokens]` of all tokens.
             attend: sees each layer's heads of this rank.
+            chunk: one of this stage; None where it has only one.
 
         Returns:
             hidden states in the shape of the hidden `x`.
         """
+        chunk = self._only_chunk() if chunk is None else chunk
         rope = rope_tables(self.config.rope, self.config.head_dim, position_ids, self.dtype)
-        hidden = x if self.embed is None else self.embed(x)
-        for layer in self.layers.values():
-            hidden = layer(hidden, rope, attend)
-        return hidden if self.norm is None else self.norm(hidden)
+        hidden = self.embed(x) if chunk == 0 else x
+        for layer in self.chunk_layers[chunk]:
+            hidden = self.layers[str(layer)](hidden, rope, attend)
+        return self.norm(hidden) if chunk == self.chunks.last else hidden
 
-    def forward(self, x: Tensor, micro_batch: MicroBatch, temperature: float = 1.0,
+    def _only_chunk(self) -> int:
+        assert len(self.chunk_layers) == 1, "which chunk of this stage?"
+        return next(iter(self.chunk_layers))
+
+    def forward(self, x: Tensor, micro_batch: MicroBatch, chunk: int | None = None, temperature: float = 1.0,
                 with_entropy: bool = False) -> Tensor | HeadOutput:
-        """This stage on one packed micro-batch.
+        """One chunk (None: the only one of this stage) on one packed micro-batch.
 
         Returns:
-            hidden states for the next stage; with the head `HeadOutput` of a language model, or `[targets]` values
-            (fp32 or better), each read at `target_index`.
+            hidden states for the next chunk; after the last chunk `HeadOutput` of a language model, or `[targets]`
+            values (fp32 or better), each read at `target_index`.
         """
         attend = PackedCausal(micro_batch.lengths, micro_batch.position_ids.device)
-        hidden = self.forward_hidden(x, micro_batch.position_ids, attend)
-        if self.norm is None:
+        chunk = self._only_chunk() if chunk is None else chunk
+        hidden = self.forward_hidden(x, micro_batch.position_ids, attend, chunk)
+        if chunk != self.chunks.last:
             return hidden
         if self.sequence_parallel:
             hidden = gather_replicated(hidden, self.tp)

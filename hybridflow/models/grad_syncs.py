@@ -14,14 +14,15 @@ from hybridflow.parallel.mesh import Mesh
 
 
 def stage_grad_syncs(stage: nn.Module, config: ModelConfig, head: Head, mesh: Mesh,
-                     sequence_parallel: bool) -> dict[str, GradSync]:
+                     head_stage: int, sequence_parallel: bool) -> dict[str, GradSync]:
     """By parameter name of a `DecoderStage`. A collective call: it makes the groups of key-value replicas.
 
     - Norms and row-parallel biases are whole on each tensor rank. Each rank has their full gradient, but under
       sequence parallelism only that of its own tokens.
     - q/k norms are whole too, and each rank has the part of its own heads.
     - Key-value heads held by several ranks: each rank has the part of its own query heads.
-    - A tied embedding on the first stage and its second copy on the last each have the part of their own use.
+    - A tied embedding on the first stage and its second copy on the last each have the part of their own use. In V
+      order both uses are on the first stage and of one parameter, which needs no sum.
     - Value and score heads are computed alike on every tensor rank.
     """
     replicated = GradSync(counted=mesh.tp.index == 0)
@@ -29,7 +30,7 @@ def stage_grad_syncs(stage: nn.Module, config: ModelConfig, head: Head, mesh: Me
     split_by_heads = GradSync((mesh.tp,), mesh.tp.index == 0) if mesh.tp.size > 1 else replicated
     block = mesh.tp_block(split_heads(config, mesh.tp.size, mesh.tp.index).kv_replicas)
     kv_replica = GradSync((block,), block.index == 0)
-    tied = head is Head.LANGUAGE_MODEL and config.tie_word_embeddings and mesh.embedding.size > 1
+    tied = head is Head.LANGUAGE_MODEL and config.tie_word_embeddings and head_stage != 0
     tied_copy = GradSync((mesh.embedding,), mesh.embedding.index == 0)
 
     def rule(name: str) -> GradSync:

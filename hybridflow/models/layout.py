@@ -1,4 +1,5 @@
-"""How a decoder is cut over tensor ranks and pipeline stages: layers of a stage, heads of a rank, what does not fit.
+"""How a decoder is cut over tensor ranks and chunks (virtual stages): layers of a chunk, heads of a rank, what does not
+fit.
 
 Pure arithmetic on a `ModelConfig` and a `Layout`; it knows no tensors and no groups.
 """
@@ -10,20 +11,24 @@ from dataclasses import dataclass
 
 from hybridflow.models.config import ModelConfig
 from hybridflow.parallel.mesh import Layout
+from hybridflow.parallel.schedules.chunks import Chunks
 
 
-def stage_layers(num_layers: int, pp: int, layers_per_stage: Sequence[int] | None = None) -> tuple[range, ...]:
-    """The layers of each stage. Without `layers_per_stage` they are even, what is left going to the first stages (the
-    last one also has the head). Example: `stage_layers(5, 2) == (range(0, 3), range(3, 5))`.
+def chunk_layers(num_layers: int, chunks: Chunks, layers_per_chunk: Sequence[int] | None = None) -> tuple[range, ...]:
+    """The layers of each chunk of the model, in order. Without `layers_per_chunk` they are even, what is left going to
+    the first chunks (the last one also has the head).
+
+    Example: `chunk_layers(5, Chunks(2)) == (range(0, 3), range(3, 5))`.
 
     Raises:
-        ValueError: `layers_per_stage` does not fit.
+        ValueError: too many chunks, or `layers_per_chunk` does not fit.
     """
-    faults = _stage_faults(num_layers, pp, layers_per_stage)
+    faults = _chunk_faults(num_layers, chunks, layers_per_chunk)
     if faults:
         raise ValueError("; ".join(faults))
-    counts = layers_per_stage or [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
-    ends = [sum(counts[:stage + 1]) for stage in range(pp)]
+    count = chunks.count
+    counts = layers_per_chunk or [num_layers // count + (chunk < num_layers % count) for chunk in range(count)]
+    ends = [sum(counts[:chunk + 1]) for chunk in range(count)]
     return tuple(range(end - count, end) for end, count in zip(ends, counts))
 
 
@@ -57,10 +62,16 @@ def split_heads(config: ModelConfig, tp: int, index: int) -> HeadSplit:
     return HeadSplit((index * q, (index + 1) * q), (first, first + kv), replicas)
 
 
-def check_layout(config: ModelConfig, layout: Layout, layers_per_stage: Sequence[int] | None = None) -> list[str]:
-    """Every reason why the model cannot be cut in this layout; empty where it can. Pure."""
+def check_layout(config: ModelConfig, layout: Layout, layers_per_chunk: Sequence[int] | None = None,
+                 chunks: Chunks | None = None) -> list[str]:
+    """Every reason why the model cannot be cut in this layout; empty where it can. Pure.
+
+    Args:
+        layers_per_chunk: None for an even split.
+        chunks: None for one chunk on each stage.
+    """
     tp = layout.tp
-    faults = _stage_faults(config.num_layers, layout.pp, layers_per_stage)
+    faults = _chunk_faults(config.num_layers, chunks or Chunks(layout.pp), layers_per_chunk)
     if config.num_heads % config.num_kv_heads:
         faults.append(f"num_kv_heads {config.num_kv_heads} must divide num_heads {config.num_heads}")
     if config.num_heads % tp:
@@ -75,23 +86,27 @@ def check_layout(config: ModelConfig, layout: Layout, layers_per_stage: Sequence
     return faults
 
 
-def require_layout(config: ModelConfig, layout: Layout, layers_per_stage: Sequence[int] | None = None) -> None:
+def require_layout(config: ModelConfig, layout: Layout, layers_per_chunk: Sequence[int] | None = None,
+                   chunks: Chunks | None = None) -> None:
     """Raises:
         ValueError: all faults of `check_layout` in one message.
     """
-    faults = check_layout(config, layout, layers_per_stage)
+    faults = check_layout(config, layout, layers_per_chunk, chunks)
     if faults:
         raise ValueError(f"the model cannot be cut as {layout}: {'; '.join(faults)}")
 
 
-def _stage_faults(num_layers: int, pp: int, layers_per_stage: Sequence[int] | None) -> list[str]:
-    if layers_per_stage is None:
-        return [] if pp <= num_layers else [f"pp {pp} must be at most num_layers {num_layers}"]
+def _chunk_faults(num_layers: int, chunks: Chunks, layers_per_chunk: Sequence[int] | None) -> list[str]:
+    """In the words of the config, where the numbers are `layers_per_stage`."""
+    count = f"pp {chunks.pp}" if chunks.vpp == 1 else f"pp {chunks.pp} x vpp {chunks.vpp} = {chunks.count} chunks"
+    if layers_per_chunk is None:
+        return [] if chunks.count <= num_layers else [f"{count} must be at most num_layers {num_layers}"]
     faults = []
-    if len(layers_per_stage) != pp:
-        faults.append(f"layers_per_stage {list(layers_per_stage)} must have pp = {pp} entries")
-    if sum(layers_per_stage) != num_layers or min(layers_per_stage, default=0) < 1:
-        faults.append(f"layers_per_stage {list(layers_per_stage)} must be positive and sum to num_layers {num_layers}")
+    if len(layers_per_chunk) != chunks.count:
+        entries = f"pp = {chunks.pp}" if chunks.vpp == 1 else f"pp x vpp = {chunks.count}"
+        faults.append(f"layers_per_stage {list(layers_per_chunk)} must have {entries} entries")
+    if sum(layers_per_chunk) != num_layers or min(layers_per_chunk, default=0) < 1:
+        faults.append(f"layers_per_stage {list(layers_per_chunk)} must be positive and sum to num_layers {num_layers}")
     return faults
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridflow.models.config import Head, ModelConfig
-from hybridflow.models.layout import HeadSplit, require_layout, split_heads, stage_layers
+from hybridflow.models.layout import HeadSplit, chunk_layers, require_layout, split_heads
 from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.mesh import Coord, Grid
+from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.vocab import vocab_range
 
@@ -44,21 +45,27 @@ def head_name(config: ModelConfig, head: Head) -> str:
             return SCORE_HEAD
 
 
-def decoder_shard_map(config: ModelConfig, grid: Grid, head: Head,
-                      layers_per_stage: Sequence[int] | None = None) -> ShardMap:
+def decoder_shard_map(config: ModelConfig, grid: Grid, head: Head, chunks: Chunks | None = None,
+                      layers_per_chunk: Sequence[int] | None = None) -> ShardMap:
     """The map of a decoder in `grid`'s layout. Its storages are the names in a stage's state_dict.
+
+    Args:
+        chunks: None for one chunk on each stage.
+        layers_per_chunk: None for an even split.
 
     Raises:
         ValueError: the model cannot be cut so (all reasons).
     """
-    require_layout(config, grid.layout, layers_per_stage)
+    chunks = chunks or Chunks(grid.layout.pp)
+    require_layout(config, grid.layout, layers_per_chunk, chunks)
     shapes = canonical_shapes(config, head)
-    stages = stage_layers(config.num_layers, grid.layout.pp, layers_per_stage)
+    layers = chunk_layers(config.num_layers, chunks, layers_per_chunk)
     cut = _Cut(config, head, grid.layout.tp, shapes)
 
     def shards(rank: int) -> list[Shard]:
         coord = grid.coord(rank)
-        return cut.stage(coord, stages[coord.pp], is_last=coord.pp == grid.layout.pp - 1)
+        mine = [layer for chunk in chunks.of_stage(coord.pp) for layer in layers[chunk]]
+        return cut.stage(coord, mine, has_head=coord.pp == chunks.head_stage)
 
     return ShardMap(shapes, grid.ranks, shards)
 
@@ -90,14 +97,14 @@ class _Cut:
     def __init__(self, config: ModelConfig, head: Head, tp: int, shapes: dict[str, tuple[int, ...]]) -> None:
         self.config, self.head, self.tp, self.shapes = config, head, tp, shapes
 
-    def stage(self, coord: Coord, layers: range, is_last: bool) -> list[Shard]:
+    def stage(self, coord: Coord, layers: Sequence[int], has_head: bool) -> list[Shard]:
         shards = []
         vocab = vocab_range(self.config.vocab_size, self.tp, coord.tp)
         if coord.pp == 0:
             shards.append(self._rows(EMBEDDING, vocab, "embed.weight"))
         for layer in layers:
             shards += self._layer(coord.tp, f"model.layers.{layer}", f"layers.{layer}")
-        if is_last:
+        if has_head:
             shards.append(self._whole("model.norm.weight", "norm.weight"))
             name = head_name(self.config, self.head)
             if self.head is not Head.LANGUAGE_MODEL:

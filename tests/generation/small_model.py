@@ -15,6 +15,7 @@ from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.init import init_weights
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
+from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.world import World
 
 CONFIG = ModelConfig(Family.LLAMA, vocab_size=37, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
@@ -31,8 +32,8 @@ def make_generator(world: World | None = None, layout: Layout = ONE_PROCESS, *, 
                    dtype: torch.dtype = torch.float64, seed: int = 0, **limits: Any) -> Generator:
     world = world or World.single(torch.device("cpu"))
     mesh = Mesh(Grid.of(layout), world)
-    stage = DecoderStage(config, mesh, Head.LANGUAGE_MODEL, layers=range(config.num_layers), sequence_parallel=False,
-                         dtype=dtype, with_embedding=True, with_head=True)
+    stage = DecoderStage(config, mesh, Head.LANGUAGE_MODEL, chunks=Chunks(), chunk_layers=(range(config.num_layers),),
+                         sequence_parallel=False, dtype=dtype)
     set_weights(stage, mesh.grid, world.rank, config, seed)
     return Generator(stage, mesh, config, GenerationLimits(**limits))
 
@@ -52,7 +53,7 @@ def full_log_probs(generator: Generator, completion: Completion, temperature: fl
     """What the trainer computes for the response tokens, without any cache."""
     batch = MicroBatch.pack([Sample(completion.prompt_ids, completion.response_ids)], device=torch.device("cpu"))
     with torch.no_grad():
-        return generator.stage(batch.input_ids, batch, temperature).log_probs.tolist()
+        return generator.stage(batch.input_ids, batch, temperature=temperature).log_probs.tolist()
 
 
 def assert_same(one: list[Completion], other: list[Completion], tolerance: float = 1e-9) -> None:

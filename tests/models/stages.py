@@ -18,13 +18,14 @@ from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.hf_export import export_hf, tokenizer_files
 from hybridflow.models.hf_import import load_hf
-from hybridflow.models.layout import stage_layers
+from hybridflow.models.layout import chunk_layers
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.box import Box
 from hybridflow.parallel.collectives import all_gather, all_reduce
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.pipeline import PipelineRunner
 from hybridflow.parallel.schedule import one_f_one_b
+from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.shard_map import ShardMap
 
 ROWS = [[3, 14, 15, 9, 26, 5, 35], [8, 9, 7], [66]]
@@ -32,14 +33,15 @@ ROWS = [[3, 14, 15, 9, 26, 5, 35], [8, 9, 7], [66]]
 
 @dataclass(frozen=True)
 class Case:
-    """What a rank builds; `layers_per_stage` None is even."""
+    """What a rank builds; `layers_per_chunk` None is even, `chunks` None is one on each stage."""
 
     folder: Path
     layout: Layout
     head: Head = Head.LANGUAGE_MODEL
     sequence_parallel: bool = False
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_chunk: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
+    chunks: Chunks | None = None
 
 
 @dataclass
@@ -55,10 +57,11 @@ def build(world, case: Case) -> Built:
     """The loaded stage of this rank; storages start as NaN, so that whatever is not loaded shows."""
     config = ModelConfig.from_hf_folder(case.folder)
     mesh = Mesh(Grid.of(case.layout), world)
-    layers = stage_layers(config.num_layers, case.layout.pp, case.layers_per_stage)[mesh.coord.pp]
-    stage = DecoderStage(config, mesh, case.head, layers=layers, sequence_parallel=case.sequence_parallel,
-                         dtype=case.dtype, with_embedding=mesh.is_first_stage, with_head=mesh.is_last_stage)
-    shard_map = decoder_shard_map(config, mesh.grid, case.head, case.layers_per_stage)
+    chunks = case.chunks or Chunks(case.layout.pp)
+    stage = DecoderStage(config, mesh, case.head, chunks=chunks,
+                         chunk_layers=chunk_layers(config.num_layers, chunks, case.layers_per_chunk),
+                         sequence_parallel=case.sequence_parallel, dtype=case.dtype)
+    shard_map = decoder_shard_map(config, mesh.grid, case.head, chunks, case.layers_per_chunk)
     storages = stage.state_dict()
     for storage in storages.values():
         storage.fill_(torch.nan)
@@ -67,18 +70,23 @@ def build(world, case: Case) -> Built:
 
 
 def hidden_states(built: Built, batch: MicroBatch) -> torch.Tensor | None:
-    """The last stage's hidden states of all tokens, by plain sends and receives; None on other stages."""
-    mesh, stage = built.mesh, built.stage
+    """The last chunk's hidden states of all tokens, by plain sends and receives; None on stages without the head."""
+    mesh, stage, chunks = built.mesh, built.stage, built.stage.chunks
     tokens = batch.num_tokens // (mesh.tp.size if stage.sequence_parallel else 1)
-    x = batch.input_ids
-    if not mesh.is_first_stage:
-        x = torch.empty(tokens, built.config.hidden_size, dtype=stage.dtype)
-        dist.recv(x, mesh.pp.ranks[mesh.pp.index - 1])
-    with torch.no_grad():
-        out = stage.forward_hidden(x, batch.position_ids, PackedCausal(batch.lengths, x.device))
-        if mesh.is_last_stage:
+    out = batch.input_ids
+    for chunk in chunks.of_stage(mesh.pp.index):
+        x = out  # of the chunk before, where it is on this stage
+        source = mesh.pp.index if chunk == 0 else chunks.stage_of(chunk - 1)
+        if source != mesh.pp.index:
+            x = torch.empty(tokens, built.config.hidden_size, dtype=stage.dtype)
+            dist.recv(x, mesh.pp.ranks[source])
+        with torch.no_grad():
+            out = stage.forward_hidden(x, batch.position_ids, PackedCausal(batch.lengths, x.device), chunk)
+        if chunk == chunks.last:
             return all_gather(out, mesh.tp) if stage.sequence_parallel else out
-    dist.send(out, mesh.pp.ranks[mesh.pp.index + 1])
+        target = chunks.stage_of(chunk + 1)
+        if target != mesh.pp.index:
+            dist.send(out, mesh.pp.ranks[target])
     return None
 
 
@@ -161,4 +169,4 @@ def scores(world, case):
 
 def fresh_value_head(world, case):
     built = build(world, case)
-    return built.storages["head.weight"].numpy() if built.mesh.is_last_stage else None
+    return built.storages["head.weight"].numpy() if built.mesh.pp.index == built.stage.chunks.head_stage else None

@@ -10,10 +10,11 @@ from hybridflow.models.attention import PackedCausal
 from hybridflow.models.config import Family, Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage, HeadOutput
 from hybridflow.models.init import init_weights
-from hybridflow.models.layout import stage_layers
+from hybridflow.models.layout import chunk_layers
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.box import Box
 from hybridflow.parallel.mesh import Coord, Grid, Layout, Mesh
+from hybridflow.parallel.schedules.chunks import ChunkOrder, Chunks
 from hybridflow.parallel.world import World
 
 CPU = torch.device("cpu")
@@ -24,8 +25,8 @@ SAMPLES = [Sample((5, 9, 3), (7, 2)), Sample((4,), (6, 8, 1)), Sample((10, 11), 
 
 def whole_stage(config=CONFIG, head=Head.LANGUAGE_MODEL, dtype=torch.float32, seed=3):
     mesh = Mesh(Grid.of(Layout()), World.single(CPU))
-    stage = DecoderStage(config, mesh, head, layers=range(config.num_layers), sequence_parallel=False, dtype=dtype,
-                         with_embedding=True, with_head=True)
+    stage = DecoderStage(config, mesh, head, chunks=Chunks(), chunk_layers=(range(config.num_layers),),
+                         sequence_parallel=False, dtype=dtype)
     init_weights(stage.state_dict(), decoder_shard_map(config, mesh.grid, head), 0, seed, config)
     return stage
 
@@ -44,10 +45,10 @@ def test_storages_are_filled_exactly_once(head, tied):
     assert {shard.box for shard in shard_map.shards(0)} == {Box.whole(*item) for item in shard_map.shapes.items()}
 
 
-def full_tensors(layout, layers_per_stage=None):
+def full_tensors(layout, layers_per_chunk=None, chunks=None):
     """Canonical tensors put together from the freshly drawn storages of every rank of a layout."""
     grid = Grid.of(layout)
-    shard_map = decoder_shard_map(CONFIG, grid, Head.LANGUAGE_MODEL, layers_per_stage)
+    shard_map = decoder_shard_map(CONFIG, grid, Head.LANGUAGE_MODEL, chunks, layers_per_chunk)
     full = {name: torch.full(shape, torch.nan) for name, shape in shard_map.shapes.items()}
     for rank in grid.ranks:
         shards = shard_map.shards(rank)
@@ -67,8 +68,10 @@ def full_tensors(layout, layers_per_stage=None):
 def test_fresh_weights_do_not_depend_on_the_layout():
     one = full_tensors(Layout())
     assert not any(bool(tensor.isnan().any()) for tensor in one.values())
-    for layout, counts in [(Layout(4, 2), None), (Layout(2, 2, 2), (1, 3)), (Layout(1, 4), None)]:
-        for name, tensor in full_tensors(layout, counts).items():
+    for layout, counts, chunks in [(Layout(4, 2), None, None), (Layout(2, 2, 2), (1, 3), None),
+                                   (Layout(1, 4), None, None), (Layout(2, 2), None, Chunks(2, 2)),
+                                   (Layout(1, 2), None, Chunks(2, 2, ChunkOrder.V))]:
+        for name, tensor in full_tensors(layout, counts, chunks).items():
             assert torch.equal(tensor, one[name]), name
 
 
@@ -99,7 +102,8 @@ def test_outputs_at_targets():
     log_probs = (stage.logits(hidden)[batch.target_index] / 0.5).log_softmax(-1)
     torch.testing.assert_close(out.log_probs, log_probs.gather(1, batch.targets[:, None])[:, 0])
     torch.testing.assert_close(out.entropy, -(log_probs.exp() * log_probs).sum(-1))
-    alone = [stage(one.input_ids, one, 0.5).log_probs for one in (MicroBatch.pack([s], device=CPU) for s in SAMPLES)]
+    alone = [stage(one.input_ids, one, temperature=0.5).log_probs
+             for one in (MicroBatch.pack([sample], device=CPU) for sample in SAMPLES)]
     torch.testing.assert_close(out.log_probs, torch.cat(alone))
     assert stage(batch.input_ids, batch).entropy is None
 
@@ -132,7 +136,7 @@ def test_stage_refuses_what_cannot_be_cut():
 def test_stages_hold_their_layers():
     """Rank 6 of tp2 pp4 is tensor rank 0 of the last stage: one layer, the norm and the head."""
     grid = Grid.of(Layout(2, 4))
-    assert grid.coord(6) == Coord(tp=0, pp=3) and stage_layers(4, 4)[3] == range(3, 4)
+    assert grid.coord(6) == Coord(tp=0, pp=3) and chunk_layers(4, Chunks(4))[3] == range(3, 4)
     storages = {shard.storage for shard in decoder_shard_map(CONFIG, grid, Head.LANGUAGE_MODEL).shards(6)}
     assert {name.split(".")[0] for name in storages} == {"layers", "norm", "head"}
     assert {name.split(".")[1] for name in storages if name.startswith("layers")} == {"3"}

@@ -12,6 +12,7 @@ from hybridflow.models.hf_export import export_hf
 from hybridflow.models.hf_import import load_hf
 from hybridflow.models.safetensors_files import INDEX_FILE, stored_dtypes, tensor_files
 from hybridflow.parallel.mesh import Layout
+from hybridflow.parallel.schedules.chunks import ChunkOrder, Chunks
 from hybridflow.parallel.world import World
 from tests.models.hf_models import reference_logits, save_random, save_random_classifier
 from tests.models.stages import ROWS, Case, build, export_in_rounds, fresh_value_head, import_run_export, scores
@@ -19,6 +20,7 @@ from tests.ranks import run_ranks
 
 KINDS = ("llama", "qwen2", "qwen3")
 LAYOUTS = [Layout(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4) if tp * pp <= 8]
+CHUNKED = [Chunks(2, 2), Chunks(2, 2, ChunkOrder.V), Chunks(1, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +37,13 @@ def tensors_of(folder):
     return {name: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, t in found.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_logits_and_export(folders, layout, tmp_path):
-    uneven = (1, 1, 1, 2) if layout.pp == 4 else None
+@pytest.mark.parametrize(("layout", "chunks"), [(layout, Chunks(layout.pp)) for layout in LAYOUTS] +
+                         [(Layout(2, chunks.pp), chunks) for chunks in CHUNKED], ids=str)
+def test_logits_and_export(folders, layout, chunks, tmp_path):
+    """Tied (qwen2) and untied, grouped heads, 67 words over tp: logits as transformers', files bit for bit."""
+    uneven = (1, 1, 1, 2) if chunks.count == 4 else None
     sequence_parallel = layout.tp == 2
-    cases = [Case(folders[kind], layout, sequence_parallel=sequence_parallel, layers_per_stage=uneven)
+    cases = [Case(folders[kind], layout, sequence_parallel=sequence_parallel, layers_per_chunk=uneven, chunks=chunks)
              for kind in KINDS]
     results = run_ranks(layout.size, import_run_export, cases, tmp_path)
     for index, kind in enumerate(KINDS):
@@ -93,13 +97,15 @@ def test_dtype_of_the_files_is_kept(tmp_path):
     assert hf["dtype"] == "float32" and hf["architectures"] == ["Qwen2ForCausalLM"]
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(2, 2)], ids=str)
-def test_score_head(folders, layout):
+@pytest.mark.parametrize(("layout", "chunks"), [(Layout(), None), (Layout(2, 2), None), (Layout(2, 2), CHUNKED[0]),
+                                                (Layout(2, 2), CHUNKED[1])], ids=str)
+def test_score_head(folders, layout, chunks):
     """A ForSequenceClassification folder gives transformers' score of each row, read at its last token."""
     model = LlamaForSequenceClassification.from_pretrained(folders["score"]).eval()
     with torch.no_grad():
         expected = torch.cat([model(torch.tensor([row])).logits[0] for row in ROWS])
-    answers = run_ranks(layout.size, scores, Case(folders["score"], layout, Head.SCORE, layout.tp > 1))
+    answers = run_ranks(layout.size, scores, Case(folders["score"], layout, Head.SCORE, layout.tp > 1,
+                                                 chunks=chunks))
     for answer in answers:
         if answer is not None:
             torch.testing.assert_close(torch.from_numpy(answer), expected, rtol=1e-5, atol=1e-5)
@@ -108,8 +114,11 @@ def test_score_head(folders, layout):
 def test_value_head_starts_fresh_and_alike(folders):
     (one,) = run_ranks(1, fresh_value_head, Case(folders["qwen2"], Layout(), Head.VALUE))
     assert one.shape == (1, 32) and 0 < abs(one).max() < 0.2
-    for answer in run_ranks(4, fresh_value_head, Case(folders["qwen2"], Layout(2, 2), Head.VALUE))[2:]:
-        assert (answer == one).all()
+    for chunks, head_ranks in ((Chunks(2), (2, 3)), (CHUNKED[0], (2, 3)), (CHUNKED[1], (0, 1))):
+        case = Case(folders["qwen2"], Layout(2, 2), Head.VALUE, chunks=chunks)
+        answers = run_ranks(4, fresh_value_head, case)
+        assert all((answer == one).all() if rank in head_ranks else answer is None
+                   for rank, answer in enumerate(answers))
 
 
 def test_value_head_round_trip(folders, tmp_path):

@@ -5,23 +5,33 @@ from dataclasses import replace
 import pytest
 
 from hybridflow.models.config import Family, ModelConfig
-from hybridflow.models.layout import check_layout, require_layout, split_heads, stage_layers
+from hybridflow.models.layout import check_layout, chunk_layers, require_layout, split_heads
 from hybridflow.parallel.mesh import Layout
+from hybridflow.parallel.schedules.chunks import ChunkOrder, Chunks
 
 CONFIG = ModelConfig(Family.LLAMA, 64, 32, 48, num_layers=5, num_heads=8, num_kv_heads=2, head_dim=4)
 
 
-def test_stage_layers():
-    assert stage_layers(5, 2) == (range(0, 3), range(3, 5))
-    assert stage_layers(5, 1) == (range(5),)
-    assert stage_layers(5, 3, [1, 3, 1]) == (range(0, 1), range(1, 4), range(4, 5))
+def test_chunk_layers():
+    assert chunk_layers(5, Chunks(2)) == (range(0, 3), range(3, 5))
+    assert chunk_layers(5, Chunks()) == (range(5),)
+    assert chunk_layers(5, Chunks(3), [1, 3, 1]) == (range(0, 1), range(1, 4), range(4, 5))
+    for order in ChunkOrder:  # chunks are numbered through the model, whatever stage they lie on
+        assert chunk_layers(6, Chunks(2, 2, order)) == (range(0, 2), range(2, 4), range(4, 5), range(5, 6))
+    assert chunk_layers(5, Chunks(2, 2), [1, 1, 1, 2])[3] == range(3, 5)
 
 
-@pytest.mark.parametrize(("pp", "counts", "words"), [(6, None, "pp 6"), (2, [2, 2], "sum to num_layers 5"),
-                                                     (2, [5, 0], "positive"), (2, [1, 3, 1], "pp = 2 entries")])
-def test_stage_layers_refused(pp, counts, words):
+@pytest.mark.parametrize(("chunks", "counts", "words"), [
+    (Chunks(6), None, "pp 6 must be at most num_layers 5"),
+    (Chunks(2, 3), None, "pp 2 x vpp 3 = 6 chunks must be at most num_layers 5"),
+    (Chunks(2), [2, 2], "sum to num_layers 5"),
+    (Chunks(2), [5, 0], "positive"),
+    (Chunks(2), [1, 3, 1], "pp = 2 entries"),
+    (Chunks(2, 2), [2, 3], "pp x vpp = 4 entries"),
+])
+def test_chunk_layers_refused(chunks, counts, words):
     with pytest.raises(ValueError, match=words):
-        stage_layers(5, pp, counts)
+        chunk_layers(5, chunks, counts)
 
 
 def test_heads_of_a_rank():
@@ -40,6 +50,9 @@ def test_all_faults_at_once():
     assert "num_kv_heads 2" in faults[2]
     with pytest.raises(ValueError, match="pp 6.*num_heads.*num_kv_heads"):
         require_layout(CONFIG, Layout(tp=3, pp=6))
+    assert check_layout(CONFIG, Layout(pp=3), chunks=Chunks(3, 2)) == [
+        "pp 3 x vpp 2 = 6 chunks must be at most num_layers 5"]
+    assert check_layout(CONFIG, Layout(pp=2), chunks=Chunks(2, 2)) == []
     assert "intermediate_size 50" in check_layout(replace(CONFIG, intermediate_size=50), Layout(tp=4))[0]
     assert "num_kv_heads 3 must divide num_heads 8" in check_layout(replace(CONFIG, num_kv_heads=3), Layout())[0]
     assert "vocab_size 3" in check_layout(replace(CONFIG, vocab_size=3), Layout(tp=4))[0]
