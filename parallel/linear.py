@@ -6,12 +6,58 @@ Owns the two layers and their communication (Megatron-LM, arXiv 1909.08053 secti
 
 from __future__ import annotations
 
+from collections.abc import Set
+from typing import Any, Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridflow.parallel.collectives import copy_to, gather_tokens, reduce_from, reduce_scatter_tokens
 from hybridflow.parallel.mesh import AxisGroup
+
+
+class TakesWeightGrads(Protocol):
+    """Who computes the gradients of `weights` in place of autograd (see `weight_grads`)."""
+
+    @property
+    def weights(self) -> Set[nn.Parameter]: ...
+
+    def add(self, weight: nn.Parameter, grad: Tensor, x: Tensor) -> None: ...
+
+
+def linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, weight_grads: TakesWeightGrads | None) -> Tensor:
+    """y = x W^T + b. The gradient of a weight that is one of `weight_grads.weights` is left to it: autograd gives none.
+
+    Args:
+        x: `[tokens, in]`, of 0 tokens too.
+        weight: `[out, in]`.
+        bias: `[out]`.
+        weight_grads: None leaves all to autograd.
+    """
+    if weight_grads is None or not torch.is_grad_enabled() or weight not in weight_grads.weights:
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, weight_grads)
+
+
+class _Linear(torch.autograd.Function):
+    """The weight itself stays with the node, since hooks on saved tensors (recomputation) give back other objects."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, weight_grads: TakesWeightGrads
+    ) -> Tensor:
+        ctx.weight, ctx.weight_grads = weight, weight_grads
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(x)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if needs_weight:
+            ctx.weight_grads.add(ctx.weight, grad, *ctx.saved_tensors)
+        return grad @ ctx.weight if needs_x else None, None, grad.sum(0) if needs_bias else None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -22,7 +68,8 @@ class ColumnParallelLinear(nn.Module):
         out_features_per_rank: this rank's output features (fused matrices count all their rows).
         bias: whether there is a bias, cut like the rows of W.
         tp: the tensor group.
-        sequence_parallel: whether the input holds only this rank's tokens; they are gathered here.
+        sequence_parallel: whether the input holds only this rank's tokens; they are gathered here, and all of them are
+            kept for the gradient of W.
     Input `[tokens, in]`, or `[tokens/tp, in]` under sequence parallelism; output `[tokens, out_per_rank]`.
     """
 
@@ -42,10 +89,11 @@ class ColumnParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.weight = nn.Parameter(torch.empty(out_features_per_rank, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features_per_rank, dtype=dtype, device=device)) if bias else None
+        self.weight_grads: TakesWeightGrads | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         x = gather_tokens(x, self.tp) if self.sequence_parallel else copy_to(x, self.tp)
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.weight_grads)
 
 
 class RowParallelLinear(nn.Module):
@@ -78,8 +126,9 @@ class RowParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.weight = nn.Parameter(torch.empty(out_features, in_features_per_rank, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self.weight_grads: TakesWeightGrads | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = F.linear(x, self.weight)
+        partial = linear(x, self.weight, None, self.weight_grads)
         y = reduce_scatter_tokens(partial, self.tp) if self.sequence_parallel else reduce_from(partial, self.tp)
         return y if self.bias is None else y + self.bias
