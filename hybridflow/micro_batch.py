@@ -1,7 +1,8 @@
-"""What one model replica runs at once: ragged rows packed one after another, and what the loss needs for each target.
+"""What one rank of a replica runs at once: ragged rows, packed, and what the loss needs for each target.
 
-Nothing is padded and there is no mask of positions: a row is its prompt and its response, and every head answers only
-where a response token is predicted.
+No row is padded and there is no mask of positions: a row is its prompt and its response, and every head answers only
+where a response token is predicted. Context ranks have parts of the same rows (`context`); `reassemble` brings their
+answers together.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from hybridflow.context import WHOLE, ContextCut, ContextPart
+from hybridflow.parallel.collectives import all_gather
+from hybridflow.parallel.mesh import AxisGroup
 
 
 @dataclass(frozen=True)
@@ -59,17 +65,23 @@ class Sample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed rows. For a row of p prompt and r response tokens, targets are the response and are predicted at
-    positions p-1 .. p+r-2 of the row.
+    """Packed rows, or one context rank's part of them. For a row of p prompt and r response tokens, targets are the
+    response and are predicted at positions p-1 .. p+r-2 of the row.
 
     Attributes:
-        input_ids: `[tokens]` int64; tokens = sum(lengths).
+        input_ids: `[tokens]` int64 of this rank; tokens = sum(lengths) where the rows are whole.
         position_ids: `[tokens]` int64, from 0 in each row.
-        lengths: tokens of each row. The last row may end in padding (id 0 at position 0) that makes the total a
-            multiple of tp for sequence parallelism: attention is causal, so none of its own tokens sees it.
-        target_index: `[targets]` packed positions whose outputs predict the targets.
-        targets: `[targets]` the response tokens, row after row.
+        lengths: tokens of each row, on all context ranks together. Padding (id 0 at position 0) makes the tokens of a
+            rank a multiple of tp for sequence parallelism, and equally many on all context ranks. It ends the last row
+            of whole rows, since attention is causal and none of the row's own tokens sees it; of rows that are cut it
+            belongs to none.
+        target_index: `[targets]` packed positions on this rank whose outputs predict the targets.
+        targets: `[targets]` the response tokens that this rank predicts, row after row.
         columns: what the loss needs for each target.
+        part: which part of each row this is.
+        answer_places: `[targets of all parts]` row after row, where each answer lies among those of all context ranks,
+            `answers_per_part` of each; None for whole rows.
+        answers_per_part: the most targets of any context rank; 0 for whole rows.
     """
 
     input_ids: Tensor
@@ -78,36 +90,94 @@ class MicroBatch:
     target_index: Tensor
     targets: Tensor
     columns: TokenColumns = TokenColumns()
+    part: ContextPart = WHOLE
+    answer_places: Tensor | None = None
+    answers_per_part: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.lengths)
+        """Tokens that this rank runs."""
+        return self.input_ids.shape[0]
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], columns: TokenColumns = TokenColumns(), *, device: torch.device,
-             multiple_of: int = 1) -> MicroBatch:
-        """Pack `samples`, with padding at the end of the last row where tokens must be a multiple of `multiple_of`.
+             multiple_of: int = 1, cp: ContextPart = WHOLE) -> MicroBatch:
+        """Pack `samples`, with padding at the end where tokens must be a multiple of `multiple_of`.
 
         An empty sequence of samples becomes a row of padding without a target, so that a replica without rows still
         runs every stage and joins every collective.
+
+        Args:
+            columns: of all targets of `samples`, whatever the part.
+            cp: the part of each row to keep.
         """
-        lengths = [sample.length for sample in samples]
-        positions = [position for length in lengths for position in range(length)]
-        padding = -len(positions) % multiple_of or (0 if lengths else multiple_of)
-        ids = [token for sample in samples for token in (*sample.prompt, *sample.response)] + [0] * padding
-        positions += [0] * padding
-        starts = [0, *accumulate(lengths)]
         index = [start + len(sample.prompt) - 1 + i
-                 for start, sample in zip(starts, samples) for i in range(len(sample.response))]
+                 for start, sample in zip(_starts(samples), samples) for i in range(len(sample.response))]
         targets = [token for sample in samples for token in sample.response]
-        lengths = [*lengths[:-1], sum(lengths[-1:]) + padding]
-        as_ids = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
-        return cls(as_ids(ids), as_ids(positions), tuple(lengths), as_ids(index), as_ids(targets), columns)
+        return cls._packed(samples, index, targets, columns, device, multiple_of, cp)
 
     @classmethod
-    def pack_last_tokens(cls, samples: Sequence[Sample], *, device: torch.device, multiple_of: int = 1) -> MicroBatch:
+    def pack_last_tokens(cls, samples: Sequence[Sample], *, device: torch.device, multiple_of: int = 1,
+                         cp: ContextPart = WHOLE) -> MicroBatch:
         """Pack `samples` with one target a row, read at its last token: what a score head answers."""
-        packed = cls.pack(samples, device=device, multiple_of=multiple_of)
-        ends = torch.tensor([*accumulate(sample.length for sample in samples)], dtype=torch.int64, device=device) - 1
-        return replace(packed, target_index=ends, targets=packed.input_ids[ends])
+        ends = [start + sample.length - 1 for start, sample in zip(_starts(samples), samples)]
+        targets = [(*sample.prompt, *sample.response)[-1] for sample in samples]
+        return cls._packed(samples, ends, targets, TokenColumns(), device, multiple_of, cp)
 
+    @classmethod
+    def _packed(cls, samples: Sequence[Sample], target_index: list[int], targets: list[int], columns: TokenColumns,
+                device: torch.device, multiple_of: int, cp: ContextPart) -> MicroBatch:
+        """`target_index` are packed positions of whole rows."""
+        lengths = [sample.length for sample in samples]
+        positions = [position for length in lengths for position in range(length)]
+        ids = [token for sample in samples for token in (*sample.prompt, *sample.response)]
+        if cp.size > 1:
+            whole = cls(_ids(ids), _ids(positions), tuple(lengths), _ids(target_index), _ids(targets), columns)
+            return whole._cut(cp, device, multiple_of)
+        padding = -len(positions) % multiple_of or (0 if lengths else multiple_of)
+        lengths = (*lengths[:-1], sum(lengths[-1:]) + padding)
+        return cls(_ids(ids + [0] * padding, device), _ids(positions + [0] * padding, device), lengths,
+                   _ids(target_index, device), _ids(targets, device), columns)
+
+    def _cut(self, part: ContextPart, device: torch.device, multiple_of: int) -> MicroBatch:
+        """The part's tokens and targets of these whole rows without padding, and where all answers belong."""
+        cut = ContextCut(self.lengths, part.size)
+        owner, place = cut.places()
+        answering = owner[self.target_index]  # [targets] who predicts each
+        number = torch.empty_like(answering)  # [targets] as its how manieth
+        for index in range(part.size):
+            his = answering == index
+            number[his] = torch.arange(int(his.sum()))
+        kept = (answering == part.index).nonzero().squeeze(1)
+        most = int(number.max()) + 1 if number.numel() else 0
+        mine = cut.tokens(part.index)
+        padding = (0, cut.tokens_per_rank(multiple_of) - mine.numel())
+        return MicroBatch(
+            F.pad(self.input_ids[mine], padding).to(device), F.pad(self.position_ids[mine], padding).to(device),
+            self.lengths, place[self.target_index[kept]].to(device), self.targets[kept].to(device),
+            self.columns.select(kept.to(device)), part, (answering * most + number).to(device), most)
+
+
+def reassemble(values: Tensor, micro_batch: MicroBatch, cp: AxisGroup) -> Tensor:
+    """The answers of all parts of the rows, on every rank of `cp`. Collective over `cp`; no gradient passes.
+
+    Args:
+        values: `[targets]` of this rank's part of `micro_batch`.
+
+    Returns:
+        `[targets of all parts]` row after row, as if the rows were whole.
+    """
+    if micro_batch.answers_per_part == 0:  # whole rows, or no target anywhere
+        return values
+    padded = values.new_zeros(micro_batch.answers_per_part)
+    padded[: values.shape[0]] = values.detach()
+    return all_gather(padded, cp).index_select(0, micro_batch.answer_places)
+
+
+def _starts(samples: Sequence[Sample]) -> tuple[int, ...]:
+    """Where each sample begins when they are packed (and where they end)."""
+    return (0, *accumulate(sample.length for sample in samples))
+
+
+def _ids(values: list[int], device: torch.device | None = None) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -22,10 +23,26 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def causal_suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The queries are the last positions of their row, and the keys the whole row up to there.
+
+    Where the device has flash attention no mask exists: its causal form is aligned to the lower right corner.
+
+    Args:
+        q: `[rows, heads, queries, head_dim]`.
+        k, v: `[rows, kv_heads, keys, head_dim]`, keys >= queries; heads are grouped as in `causal_attention`.
+
+    Returns:
+        `[rows, heads, queries, head_dim]`.
+    """
+    aligned = causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=aligned, enable_gqa=q.shape[1] != k.shape[1])
+
+
 def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same with every score written out, softmax in fp32 or better."""
+    """Both with every score written out, softmax in fp32 or better."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
-    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    later = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1 + k.shape[2] - q.shape[2])
     return scores.masked_fill(later, -math.inf).softmax(-1).to(v.dtype) @ v

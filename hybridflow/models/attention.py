@@ -1,12 +1,13 @@
 """Self-attention of one layer on one tensor rank: projections, q/k norms, rotation; and attention over packed rows.
 
 Owns which heads this rank computes and how packed rows become rectangles. How scores are computed is
-`kernels.attention`; a cache of keys and values belongs to generation, which passes its own `Attend`.
+`kernels.attention`; rows cut over a context group are `context_attention`'s; a cache of keys and values belongs to
+generation, which passes its own `Attend`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from hybridflow.kernels.rope import apply_rope
 from hybridflow.models.config import ModelConfig
 from hybridflow.models.layout import split_heads
 from hybridflow.models.rope import RopeTables
+from hybridflow.models.slots import from_slots, to_slots
 from hybridflow.parallel.collectives import copy_to, gather_tokens
 from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from hybridflow.parallel.mesh import AxisGroup
@@ -50,39 +52,12 @@ class PackedCausal:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = causal_attention(self._to_rows(q), self._to_rows(k), self._to_rows(v))
         flat = out.transpose(1, 2).reshape(self.rows * self.longest, *q.shape[1:])
-        return flat if self.slots is None else _FromSlots.apply(flat, self.slots)
+        return flat if self.slots is None else from_slots(flat, self.slots)
 
     def _to_rows(self, x: Tensor) -> Tensor:
         """`[tokens, heads, head_dim] -> [rows, heads, longest, head_dim]`."""
-        flat = x if self.slots is None else _ToSlots.apply(x, self.tokens, self.slots)
+        flat = x if self.slots is None else to_slots(x, self.tokens, self.slots)
         return flat.reshape(self.rows, self.longest, *x.shape[1:]).transpose(1, 2)
-
-
-class _ToSlots(torch.autograd.Function):
-    """Gather. Its gradient is a gather too, from the slots that are not padding, where it is zero."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        return x.index_select(0, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, *ctx.saved_tensors), None, None
-
-
-class _FromSlots(torch.autograd.Function):
-    """Gather; its gradient is a scatter into zeros. Slots are distinct, so it needs no atomic sums."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.size = x.shape[0]
-        return x.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, *ctx.saved_tensors, grad), None
 
 
 class RMSNorm(nn.Module):
