@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from hybridflow.kernels.activation import swiglu
 from hybridflow.micro_batch import MicroBatch
-from hybridflow.models.attention import Attend, Attention, PackedCausal, RMSNorm
+from hybridflow.models.attention import Attend, Attention, RMSNorm
 from hybridflow.models.config import Head, ModelConfig
+from hybridflow.models.context_attention import packed_attention
 from hybridflow.models.grad_syncs import stage_grad_syncs
 from hybridflow.models.layout import require_layout
 from hybridflow.models.rope import RopeTables, rope_tables
@@ -98,7 +99,7 @@ class DecoderStage(nn.Module):
         assert chunks.pp == mesh.layout.pp, (chunks, mesh.layout)
         self.config, self.head_kind, self.dtype = config, head, dtype
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
-        self.tp = mesh.tp
+        self.tp, self.cp = mesh.tp, mesh.cp
         self.chunks = chunks
         self.chunk_layers = {chunk: chunk_layers[chunk] for chunk in chunks.of_stage(mesh.coord.pp)}
         with_embedding, with_head = 0 in self.chunk_layers, chunks.last in self.chunk_layers
@@ -165,7 +166,7 @@ class DecoderStage(nn.Module):
             hidden states for the next chunk; after the last chunk `HeadOutput` of a language model, or `[targets]`
             values (fp32 or better), each read at `target_index`.
         """
-        attend = PackedCausal(micro_batch.lengths, micro_batch.position_ids.device)
+        attend = packed_attention(micro_batch, self.cp)
         chunk = self._only_chunk() if chunk is None else chunk
         hidden = self.forward_hidden(x, micro_batch.position_ids, attend, chunk)
         if chunk != self.chunks.last:
