@@ -1,0 +1,130 @@
+"""Some gloo ranks on this host, kept alive for several calls: what the checks and benchmarks of this package run on.
+
+Owns the processes and their rendezvous. Any fault ends all of them: gloo never tells the other ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+PRELOAD = ("torch", "torch.distributed", "hybridflow.parallel.world")
+DEFAULT_TIMEOUT_S = 120.0
+GRACE_S = 10.0  # what ranks have beyond the time-out of their groups, to say which operation it was
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or gave no answer in time. The message names it and holds its traceback."""
+
+
+class LocalRanks:
+    """`size` processes with one thread each, in one gloo world. Use as a context manager.
+
+    Args:
+        preload: modules that the processes have imported before they are forked.
+        timeout_s: how long a collective, or a whole call, may take.
+    Example: `with LocalRanks(4) as ranks: ranks.run(fn, 1, 2)` is the list of `fn(world, 1, 2)` of ranks 0 to 3.
+    """
+
+    def __init__(self, size: int, preload: tuple[str, ...] = (), timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self.size, self.timeout_s = size, timeout_s
+        self._context = mp.get_context("forkserver")  # a fork of this process would inherit its threads' locks
+        self._context.set_forkserver_preload([*PRELOAD, *preload])
+        self._pipes: list[Connection] = []
+        self._processes: list[mp.process.BaseProcess] = []
+        self._folder = ""
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Results of `fn(world, *args)` on every rank, in rank order; `fn` is a function of a module.
+
+        Raises:
+            RankError: a rank failed. All processes are gone then; the next call starts new ones.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((fn, args))
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            for rank in self._ready(results):
+                results[rank] = self._answer(rank)
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End every process."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="hybridflow-ranks-")
+        for rank in range(self.size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, self.size, self._folder, self.timeout_s, theirs),
+                                            daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def _ready(self, results: dict[int, Any]) -> list[int]:
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
+        ready = wait(list(waiting), timeout=self.timeout_s + GRACE_S)
+        if not ready:
+            self._fail(f"ranks {sorted(waiting.values())} of {self.size} gave no answer in {self.timeout_s:.0f} s")
+        return [waiting[pipe] for pipe in ready]
+
+    def _answer(self, rank: int) -> Any:
+        try:
+            succeeded, value = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join()
+            self._fail(f"rank {rank} of {self.size} died (exit code {self._processes[rank].exitcode})")
+        if not succeeded:
+            self._fail(f"rank {rank} of {self.size} raised:\n{value}")
+        return value
+
+    def _fail(self, why: str) -> None:
+        self.close()
+        raise RankError(why)
+
+
+def _serve(rank: int, size: int, folder: str, timeout_s: float, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from hybridflow.parallel.world import World
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=timeout_s)
+    if size > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(os.path.join(folder, "store"), size), rank=rank,
+                                world_size=size, timeout=timeout)
+    world = World(rank, size, rank, torch.device("cpu"), timeout)
+    while True:
+        try:
+            fn, args = pipe.recv()
+        except EOFError:
+            os._exit(0)  # the interpreter's own way out waits for gloo's threads
+        try:
+            pipe.send((True, fn(world, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
