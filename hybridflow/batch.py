@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.micro_batch import Sample, TokenColumns
+from hybridflow.packing import split_rows as split_rows
 from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.plan import TransferPlan
 from hybridflow.parallel.shard_map import ShardMap
@@ -23,13 +24,6 @@ from hybridflow.parallel.world import World
 
 # For each rank of the world the rows it holds, in the order it keeps them.
 RowsOfRank = tuple[tuple[int, ...], ...]
-
-
-def split_rows(rows: Sequence[int], parts: int) -> list[tuple[int, ...]]:
-    """`rows` cut into `parts` consecutive runs whose sizes differ by one at most. Example: 10 rows in 4: 3 3 2 2."""
-    base, extra = divmod(len(rows), parts)
-    ends = list(accumulate(base + (part < extra) for part in range(parts)))
-    return [tuple(rows[start:end]) for start, end in zip([0, *ends], ends)]
 
 
 def row_map(lengths: Sequence[int], rows_of: RowsOfRank, width: int) -> ShardMap:

@@ -15,19 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from math import prod
 from typing import Any
 
-from hybridflow.config.batch_math import ceil_div
 from hybridflow.config.faults import Fault, listed, nearest_key, shown
 from hybridflow.config.hints import field_types
 from hybridflow.config.load import Tree
 from hybridflow.config.schema import AlgorithmConfig
+from hybridflow.packing import ceil_div
 
 ARTICLE_MODELS = ("actor", "critic", "reward_model")
 ARTICLE_ALGORITHM = ("type", "clip_eps", "entropy_coef", "value_loss_coef")
 MODEL_NAMES = ("path", "name", "name_or_path", "model_name")
 PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp32": "no", "float32": "no", "none": "no", "no": "no",
-              "fp64": "fp64", "fp16": "bf16", "float16": "bf16", "true": "bf16", "false": "no"}
+              "fp64": "fp64", "fp16": "fp16", "float16": "fp16", "true": "bf16", "false": "no"}
 
 
 def is_article(tree: Mapping[str, Any]) -> bool:
@@ -109,10 +110,10 @@ def _batch(train: Tree, world_size: int, faults: list[Fault], notes: list[str]) 
 def _replicas(layout: object, world_size: int) -> int | None:
     """dp of the training layout; None where the world cannot be cut so."""
     degrees = layout if isinstance(layout, Mapping) else {}
-    tp, pp = degrees.get("tp", 1), degrees.get("pp", 1)
-    if not (_whole(tp) and _whole(pp)) or world_size % (tp * pp):
+    within = [degrees.get(name, 1) for name in ("tp", "cp", "pp")]
+    if not all(_whole(degree) for degree in within) or world_size % prod(within):
         return None
-    return world_size // (tp * pp)
+    return world_size // prod(within)
 
 
 def _whole(value: object) -> bool:
@@ -120,19 +121,19 @@ def _whole(value: object) -> bool:
 
 
 def _sharding(train: Tree, faults: list[Fault], notes: list[str]) -> None:
-    """zero_stage 2 and 3 and fsdp ask for what tensor and pipeline parallelism do here."""
-    instead = ("instead, the replicas share out the optimizer states (zero_stage 1), and weights and gradients are cut "
-               "by train.layout.tp and train.layout.pp")
+    """zero_stage 3 and fsdp cut the weights, which tensor and pipeline parallelism do here."""
+    instead = ("instead, the replicas share out optimizer states and gradients (zero_stage 2), and weights are cut by "
+               "train.layout.tp and train.layout.pp")
     fsdp = train.pop("fsdp", False)
     if not isinstance(fsdp, bool):
         faults.append(Fault("train.fsdp", fsdp, "is not true or false"))
     elif fsdp:
         notes.append(f"train.fsdp true is not honoured: {instead}")
     stage = train.get("zero_stage")
-    if stage in (2, 3):
+    if stage == 3:
         notes.append(f"train.zero_stage {stage} is not honoured: {instead}")
-    if stage in (2, 3) or (fsdp is True and stage in (None, 0)):
-        train["zero_stage"] = 1
+    if stage == 3 or (fsdp is True and stage in (None, 0, 1)):
+        train["zero_stage"] = 2
 
 
 def _precision(train: Tree, notes: list[str]) -> None:
@@ -142,9 +143,7 @@ def _precision(train: Tree, notes: list[str]) -> None:
     if "mixed_precision" not in train or precision is None:
         return
     train["mixed_precision"] = precision
-    if str(written).lower() in ("fp16", "float16"):
-        notes.append(f"train.mixed_precision {written} is not honoured: bf16 is used, which needs no loss scaling")
-    elif str(written).lower() != precision:
+    if str(written).lower() != precision:
         notes.append(f"train.mixed_precision {written} is read as {precision}")
 
 

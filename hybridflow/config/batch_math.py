@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hybridflow.config.layouts import Role, generation_layout, layout_key, role_layout, roles
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
+from hybridflow.packing import MicroBatching, ceil_div
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class BatchMath:
         prompts_per_step: prompts of one step, all replicas together; likewise rollouts.
         rollouts_per_update: rollouts of one optimizer step, all replicas together (global_batch_size).
         dp: replicas.
-        micro_batch_size: rollouts that one replica runs at once.
+        micro_batching: rollouts, or tokens, that one replica runs at once.
         epochs: passes over a step's rollouts.
     """
 
@@ -31,7 +32,7 @@ class BatchMath:
     samples_per_prompt: int
     rollouts_per_update: int
     dp: int
-    micro_batch_size: int
+    micro_batching: MicroBatching
     epochs: int = 1
 
     @classmethod
@@ -40,7 +41,7 @@ class BatchMath:
         train, dp = config.train, role_layout(config, role, world_size).dp
         assert dp is not None
         return cls(config.data.prompts_per_step, config.generation.samples_per_prompt, train.global_batch_size, dp,
-                   train.micro_batch_size, train.epochs_per_rollout)
+                   trained_at_once(config), train.epochs_per_rollout)
 
     @property
     def rollouts_per_step(self) -> int:
@@ -66,9 +67,10 @@ class BatchMath:
         return ceil_div(self.rollouts_per_update, self.dp)
 
     @property
-    def micro_batches(self) -> int:
-        """Micro-batches of one update in one replica (gradient accumulation steps)."""
-        return ceil_div(self.rollouts_per_replica, self.micro_batch_size)
+    def micro_batches(self) -> int | None:
+        """Micro-batches of one update in one replica (gradient accumulation steps); None where the tokens tell."""
+        rows = self.micro_batching.rows
+        return None if rows is None else ceil_div(self.rollouts_per_replica, rows)
 
     def line(self) -> str:
         """The derivation in one sentence.
@@ -92,9 +94,31 @@ class BatchMath:
                 f"is left, {self.share_line()}")
 
     def share_line(self) -> str:
-        """How a replica does its part of an update: "640 per replica (dp 2), 160 micro-batches of 4"."""
+        """How a replica does its part of an update: "640 per replica (dp 2), 160 micro-batches of 4", or, by tokens,
+        "shared out by tokens (dp 2), micro-batches of at most 8192 tokens".
+        """
+        if self.micro_batching.tokens is not None:
+            return f"shared out by tokens (dp {self.dp}), micro-batches of at most {self.micro_batching.tokens} tokens"
         return (f"{self.rollouts_per_replica} per replica (dp {self.dp}), {self.micro_batches} micro-batches of "
-                f"{self.micro_batch_size}")
+                f"{self.micro_batching.rows}")
+
+
+def trained_at_once(config: Config) -> MicroBatching:
+    """What a replica runs at once in an optimizer step."""
+    train = config.train
+    if train.micro_batch_tokens is not None:
+        return MicroBatching(tokens=train.micro_batch_tokens)
+    return MicroBatching(rows=train.micro_batch_size)
+
+
+def scored_at_once(config: Config) -> MicroBatching:
+    """What a replica runs at once when it only scores: as in training where nothing else is said."""
+    train = config.train
+    if train.forward_micro_batch_tokens is not None:
+        return MicroBatching(tokens=train.forward_micro_batch_tokens)
+    if train.forward_micro_batch_size is not None:
+        return MicroBatching(rows=train.forward_micro_batch_size)
+    return trained_at_once(config)
 
 
 def sft_line(config: Config, world_size: int) -> str:
@@ -105,10 +129,10 @@ def sft_line(config: Config, world_size: int) -> str:
 
 def layout_table(config: Config, world_size: int) -> str:
     """A line for each role: its degrees on `world_size` ranks, its micro-batches, and the key that says so."""
-    rows = [("role", "tp", "pp", "dp", "sequence parallel", "rows at once", "set by")]
+    rows = [("role", "tp", "cp", "pp", "dp", "sequence parallel", "at once", "set by")]
     for role in roles(config):
         layout = role_layout(config, role, world_size)
-        rows.append(_row(role.value, layout, _rows_at_once(config, role), layout_key(config, role)))
+        rows.append(_row(role.value, layout, _at_once(config, role), layout_key(config, role)))
         if role is Role.ACTOR:
             rows.append(_row("actor, generating", generation_layout(config, world_size), "-", "generation.layout"))
     return aligned(rows)
@@ -126,18 +150,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def ceil_div(amount: int, parts: int) -> int:
-    """The least whole number that is not below amount / parts. Example: ceil_div(5, 2) == 3."""
-    return -(-amount // parts)
-
-
 def _row(name: str, layout: LayoutConfig, at_once: str, key: str) -> tuple[str, ...]:
-    stages = f"{layout.pp}" + (f" {layout.layers_per_stage}" if layout.layers_per_stage else "")
+    chunks = f" x {layout.vpp} chunks" if layout.vpp > 1 else ""
+    stages = f"{layout.pp}{chunks}" + (f" {layout.layers_per_stage}" if layout.layers_per_stage else "")
     split = "yes" if layout.sequence_parallel else "no"
-    return (name, str(layout.tp), stages, str(layout.dp), split, at_once, key)
+    return (name, str(layout.tp), str(layout.cp), stages, str(layout.dp), split, at_once, key)
 
 
-def _rows_at_once(config: Config, role: Role) -> str:
-    scored = config.train.forward_micro_batch_size or config.train.micro_batch_size
-    trained = f"{config.train.micro_batch_size} trained, " if role in (Role.ACTOR, Role.CRITIC) else ""
-    return f"{trained}{scored} scored"
+def _at_once(config: Config, role: Role) -> str:
+    trained = f"{trained_at_once(config)} trained, " if role in (Role.ACTOR, Role.CRITIC) else ""
+    return f"{trained}{scored_at_once(config)} scored"

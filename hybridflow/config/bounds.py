@@ -29,7 +29,9 @@ class Bound:
 BOUNDS = (
     Bound(
         ("train.total_steps", "train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
-         "train.epochs_per_rollout", "train.forward_micro_batch_size", "generation.samples_per_prompt",
+         "train.epochs_per_rollout", "train.forward_micro_batch_size", "train.micro_batch_tokens",
+         "train.forward_micro_batch_tokens", "train.recompute_layers", "train.reduce_bucket_mb",
+         "train.loss_scale_window", "generation.samples_per_prompt",
          "generation.max_new_tokens", "generation.max_rows", "generation.kv_cache_mb",
          "generation.reshard_bucket_mb", "algorithm.constant_length", "data.size",
          "data.prompts_per_step", "data.max_prompt_length", "evaluation.every_steps", "evaluation.prompts",
@@ -38,7 +40,7 @@ BOUNDS = (
     ),
     Bound(
         ("train.seed", "train.optimizer.warmup_steps", "train.critic_optimizer.warmup_steps", "generation.top_k",
-         "data.test_size", "logging.samples"),
+         "data.test_size", "logging.samples", "train.max_nonfinite_steps"),
         lambda n: n >= 0, "must not be negative", "choose 0 or more",
     ),
     Bound(
@@ -50,7 +52,7 @@ BOUNDS = (
     Bound(
         ("train.optimizer.eps", "train.critic_optimizer.eps", "train.optimizer.clip_grad_norm",
          "train.critic_optimizer.clip_grad_norm", "algorithm.value_clip", "algorithm.kl.target",
-         "reward.timeout_s", "train.timeout_s", "algorithm.clip.high"),
+         "reward.timeout_s", "train.timeout_s", "algorithm.clip.high", "train.loss_scale"),
         lambda x: 0 < x < float("inf"), "must be a finite number above 0", "choose a number above 0",
     ),
     Bound(("algorithm.clip.low",), lambda x: 0 < x < 1, "must lie between 0 and 1", "choose e.g. 0.2"),
@@ -59,8 +61,8 @@ BOUNDS = (
     Bound(("generation.top_p",), lambda x: 0 < x <= 1, "must lie in (0, 1]", "choose 1.0 for no cut"),
     Bound(("train.optimizer.betas", "train.critic_optimizer.betas"),
           lambda b: len(b) == 2 and all(0 <= x < 1 for x in b), "must be two numbers in [0, 1)", "choose [0.9, 0.95]"),
-    Bound(("train.zero_stage",), lambda n: n in (0, 1),
-          "weights and gradients are split by tensor and pipeline parallelism here, not by ZeRO", "choose 0 or 1"),
+    Bound(("train.zero_stage",), lambda n: n in (0, 1, 2),
+          "weights are split by tensor and pipeline parallelism here, not by ZeRO", "choose 0, 1 or 2"),
     Bound(("sft.stop_at_accuracy",), lambda x: 0 < x <= 1, "is no accuracy that can be reached", "choose e.g. 0.5"),
     Bound(("sft.tokenizer_vocab_size",), lambda n: n >= 16, "is too small for a vocabulary", "choose e.g. 256"),
 )

@@ -11,7 +11,15 @@ from dataclasses import dataclass, fields, is_dataclass
 from hybridflow.config.bounds import value_at
 from hybridflow.config.faults import Fault
 from hybridflow.config.schema import Config
-from hybridflow.config.words import AlgorithmName, DataSource, Decay, KLWhere, LossReduction
+from hybridflow.config.words import (
+    AlgorithmName,
+    DataSource,
+    Decay,
+    KLWhere,
+    LossReduction,
+    MixedPrecision,
+    Recompute,
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,16 @@ IDLE = (
     Idle(lambda c: (c.train.critic_optimizer.decay or c.train.optimizer.decay) is Decay.CONSTANT,
          ("train.critic_optimizer.min_lr",),
          "has no effect with a constant rate", "choose train.critic_optimizer.decay linear or cosine"),
+    Idle(lambda c: c.train.micro_batch_tokens is not None,
+         ("train.micro_batch_size", "train.gradient_accumulation_steps"),
+         "has no effect where train.micro_batch_tokens cuts the micro-batches", "remove one of the two"),
+    Idle(lambda c: c.train.forward_micro_batch_tokens is not None, ("train.forward_micro_batch_size",),
+         "has no effect where train.forward_micro_batch_tokens cuts the micro-batches", "remove one of the two"),
+    Idle(lambda c: c.train.recompute is Recompute.NONE, ("train.recompute_layers",),
+         "has no effect where nothing is recomputed", "choose train.recompute selective or full"),
+    Idle(lambda c: c.train.mixed_precision is not MixedPrecision.FP16,
+         ("train.loss_scale", "train.loss_scale_window"),
+         "has no effect in a precision that needs no loss scaling", "remove it, or choose train.mixed_precision fp16"),
 )
 
 

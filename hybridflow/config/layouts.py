@@ -12,6 +12,7 @@ from hybridflow.config.command import Command
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 from hybridflow.config.words import AlgorithmName, KLWhere
+from hybridflow.packing import Padding
 
 
 class Role(Enum):
@@ -66,7 +67,17 @@ def written_layout(config: Config, role: Role) -> LayoutConfig:
 def role_layout(config: Config, role: Role, world_size: int) -> LayoutConfig:
     """A role's layout on `world_size` ranks, dp filled in. Example: tp 2, pp 2 on 8 ranks has dp 2."""
     layout = written_layout(config, role)
-    return replace(layout, dp=world_size // (layout.tp * layout.pp))
+    return replace(layout, dp=world_size // ranks_of_replica(layout))
+
+
+def ranks_of_replica(layout: LayoutConfig) -> int:
+    """Ranks that share out one replica: tp x cp x pp."""
+    return layout.tp * layout.cp * layout.pp
+
+
+def padding_of(layout: LayoutConfig) -> Padding:
+    """What the tokens of a micro-batch are padded to in this layout."""
+    return Padding.of(layout.tp, layout.cp, layout.sequence_parallel)
 
 
 def generation_layout(config: Config, world_size: int) -> LayoutConfig:

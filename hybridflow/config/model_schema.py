@@ -12,18 +12,22 @@ from hybridflow.config.words import ModelFamily
 
 @dataclass(frozen=True)
 class LayoutConfig:
-    """How a role that trains or scores is split. Example: tp 2, pp 2 on 8 ranks leaves dp 2."""
+    """How a role that trains or scores is split. Example: tp 2, cp 1, pp 2 on 8 ranks leaves dp 2."""
 
     tp: int = 1
     """Tensor parallel degree: each weight matrix is cut in this many parts. Keep it inside a node."""
     pp: int = 1
     """Pipeline parallel degree: the layers are cut in this many stages. Stages may lie on different nodes."""
+    vpp: int = 1
+    """Chunks of layers that each pipeline stage has: 2 or more with train.schedule interleaved, 2 with zb-v, else 1."""
+    cp: int = 1
+    """Context parallel degree: the tokens of each row are cut over this many ranks. For rows too long for one."""
     dp: int | None = None
-    """Data parallel degree: number of replicas. null: what is left, world size / (tp x pp). Checked if given."""
+    """Data parallel degree: number of replicas. null: what is left, world size / (tp x cp x pp). Checked if given."""
     sequence_parallel: bool = False
     """Cut activations between tensor-parallel layers by tokens: less memory, the same bytes. Does nothing at tp 1."""
     layers_per_stage: list[int] | None = None
-    """Layers of each pipeline stage, for uneven cuts. null: as even as can be."""
+    """Layers of each pipeline stage, for uneven cuts; with vpp of each chunk, in the model's order. null: even."""
 
 
 @dataclass(frozen=True)

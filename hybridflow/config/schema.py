@@ -21,6 +21,8 @@ from hybridflow.config.words import (
     LossReduction,
     MixedPrecision,
     Overlong,
+    Recompute,
+    ReduceDtype,
     ScheduleName,
     WandbMode,
 )
@@ -71,6 +73,16 @@ class CriticOptimizerConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """What waits in host memory: device memory against time. No number changes."""
+
+    optimizer: bool = False
+    """Keep master weights and Adam moments on the host, and take the optimizer step there."""
+    roles: bool = False
+    """Move the tensors of a role to the host whenever another role has its turn."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Steps, batches, precision and the training layout."""
 
@@ -87,13 +99,33 @@ class TrainConfig:
     epochs_per_rollout: int = 1
     """Passes over the rollouts of a step."""
     forward_micro_batch_size: int | None = None
-    """Rollouts that one replica scores at once (log-probs, values, rewards). null: micro_batch_size."""
+    """Rollouts that one replica scores at once (log-probs, values, rewards). null: as in training."""
+    micro_batch_tokens: int | None = None
+    """Most tokens, prompts included, that one replica runs at once, instead of micro_batch_size. null: count rows."""
+    forward_micro_batch_tokens: int | None = None
+    """Most tokens that one replica scores at once, instead of forward_micro_batch_size. null: as in training."""
     schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
-    """Pipeline schedule: 1f1b (fewer live activations) | gpipe. The same at pp 1."""
+    """Pipeline schedule: gpipe | 1f1b | interleaved | zb-h1 | zb-v (see README). All the same at pp 1."""
+    recompute: Recompute = Recompute.NONE
+    """Activations that are computed again in backward: none | selective (attention and MLP inside) | full (layers)."""
+    recompute_layers: int | None = None
+    """Recompute in the first so many layers of each chunk only. null: in all."""
     zero_stage: int = 1
-    """0: every replica keeps all optimizer states; 1: replicas share them out (reduce-scatter, then all-gather)."""
+    """0: replicas keep all optimizer states; 1: they share them out; 2: gradients too, between optimizer steps."""
+    reduce_bucket_mb: int = 64
+    """Largest piece of gradients that is reduced at once, while backward goes on, in MiB."""
+    reduce_dtype: ReduceDtype = ReduceDtype.FP32
+    """Gradients on the wire: fp32 (as they are accumulated) | bf16 (half the bytes, rounded)."""
     mixed_precision: MixedPrecision = MixedPrecision.NO
-    """Precision of weights and activations: "no" (fp32) | bf16 (fp32 main gradients and master weights) | fp64."""
+    """Weights and activations: "no" (fp32) | bf16 | fp16 (both with fp32 gradients and master weights) | fp64."""
+    loss_scale: float = 65536.0
+    """Factor of the loss at the start (fp16 only); it halves at each optimizer step that is not finite."""
+    loss_scale_window: int = 1000
+    """Finite optimizer steps in a row after which the loss scale doubles (fp16 only)."""
+    max_nonfinite_steps: int | None = 20
+    """Optimizer steps in a row that may be skipped since they are not finite; one more ends the run. null: any."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """What waits in host memory."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """The actor's training layout, and the default layout of the other roles."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

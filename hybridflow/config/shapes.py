@@ -125,9 +125,11 @@ def _decoder(path: str | None, spec: ModelSpec | None) -> ModelConfig:
 def _misfits(model: ModelConfig, layout: LayoutConfig) -> list[str]:
     from hybridflow.models.layout import check_layout
     from hybridflow.parallel.mesh import Layout
+    from hybridflow.parallel.schedules.chunks import Chunks
 
     assert layout.dp is not None
-    return check_layout(model, Layout(layout.tp, layout.pp, layout.dp), layout.layers_per_stage)
+    return check_layout(model, Layout(layout.tp, layout.pp, layout.dp, layout.cp), layout.layers_per_stage,
+                        Chunks(layout.pp, layout.vpp))
 
 
 def _degrees(layout: LayoutConfig) -> str:

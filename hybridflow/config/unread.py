@@ -33,7 +33,10 @@ LEARNING = ("algorithm.name", "algorithm.gamma", "algorithm.lam", "algorithm.cli
             "algorithm.grpo_std_normalise", "model.critic", "model.reference", "train.total_steps",
             "train.epochs_per_rollout", "train.critic_optimizer", "data.prompts_per_step")
 TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
-            "train.forward_micro_batch_size", "train.schedule", "train.zero_stage", "train.optimizer",
+            "train.forward_micro_batch_size", "train.micro_batch_tokens", "train.forward_micro_batch_tokens",
+            "train.schedule", "train.recompute", "train.recompute_layers", "train.zero_stage",
+            "train.reduce_bucket_mb", "train.reduce_dtype", "train.loss_scale", "train.loss_scale_window",
+            "train.max_nonfinite_steps", "train.offload", "train.optimizer",
             "algorithm.loss_reduction", "algorithm.constant_length", "model.reward_model", "reward",
             "generation.reshard_bucket_mb", "logging.wandb", "logging.tensorboard", "logging.samples",
             "logging.progress", "logging.trace_step", "evaluation.every_steps", "checkpoint", "sft")
@@ -43,7 +46,8 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
         Idle(_always, (*LEARNING, "generation.samples_per_prompt", "generation.temperature", "generation.top_k",
                        "generation.top_p", "logging.samples"),
              "has no effect in sft, which learns from given answers and is evaluated greedily", "remove it"),
-        Idle(lambda c: c.model.reward_model.path is None, ("train.forward_micro_batch_size",),
+        Idle(lambda c: c.model.reward_model.path is None,
+             ("train.forward_micro_batch_size", "train.forward_micro_batch_tokens"),
              "has no effect in sft without a reward model", "remove it"),
         Idle(_never_evaluated, ("reward", "model.reward_model"),
              "has no effect in sft without an evaluation", "give evaluation.every_steps"),

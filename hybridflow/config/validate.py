@@ -1,23 +1,26 @@
 """What the values of a config must be to each other and to the number of ranks. Pure: reads no file and no device.
 
-`validate` returns every fault it finds and raises nothing. What one value may be by itself is in `bounds`, keys that do
-nothing are in `idle` and `unread`; whether a model's shape fits a layout is `shapes`', whether files exist is `files`'.
+`validate` returns every fault it finds and raises nothing. What one value may be by itself is in `bounds`, layouts are
+`layout_rules`', keys that do nothing are in `idle` and `unread`; whether a model's shape fits a layout is `shapes`',
+whether files exist is `files`'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.bounds import out_of_bounds
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault, listed
 from hybridflow.config.idle import idle_keys
-from hybridflow.config.layouts import divisors, layout_key, used_roles, written_layout
-from hybridflow.config.model_schema import LayoutConfig, ModelSpec
+from hybridflow.config.layout_rules import layout_faults
+from hybridflow.config.layouts import Role, divisors, padding_of, used_roles, written_layout
+from hybridflow.config.model_schema import ModelSpec
 from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
-from hybridflow.config.words import AlgorithmName, DataSource, Decay, KLWhere
+from hybridflow.config.words import AlgorithmName, DataSource, Decay, KLWhere, MixedPrecision, ReduceDtype
+from hybridflow.packing import round_up
 
 TRAINING = (Command.TRAIN, Command.SFT, Command.API)
 
@@ -27,8 +30,7 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
 
     GENERATE and EXPORT are mostly given the file of a training run, so that keys without effect are no fault there.
     """
-    bounds = list(out_of_bounds(config))
-    faults = bounds + list(_models(config, command)) + list(_layouts(config, world_size, command))
+    faults = [*out_of_bounds(config), *_models(config, command), *layout_faults(config, world_size, command)]
     if not faults and command in TRAINING:  # the batch numbers divide by these
         faults += _batches(config, world_size, command)
     if command in (Command.TRAIN, Command.API):
@@ -37,7 +39,7 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
         unread = list(unread_keys(config, command))
         known = {fault.key for fault in unread}
         faults += [*unread, *(fault for fault in idle_keys(config) if fault.key not in known)]
-        faults += _schedule(config, command)
+        faults += [*_schedule(config, command), *_precision(config)]
     if command is not Command.API and command is not Command.EXPORT:
         faults += _data(config, command)
     return faults
@@ -87,65 +89,44 @@ def _below(number: int, near: int) -> list[int]:
     return [d for d in all_of_it if d < near][-1:] + [d for d in all_of_it if d > near][:1]
 
 
-def _layouts(config: Config, world_size: int, command: Command) -> Iterator[Fault]:
-    used = () if command is Command.GENERATE else used_roles(config, command)  # it has the generation layout alone
-    written = {layout_key(config, role): written_layout(config, role) for role in used}
-    for key, layout in written.items():
-        yield from _layout(key, layout, world_size, config.model.spec)
-    tp = config.generation.layout.tp
-    if tp < 1 or world_size % tp:
-        yield Fault("generation.layout.tp", tp, f"world size {world_size} cannot be cut in tp {tp}",
-                    f"choose tp {listed(divisors(world_size))}")
-
-
-def _layout(key: str, layout: LayoutConfig, world_size: int, spec: ModelSpec | None) -> Iterator[Fault]:
-    tp, pp, dp = layout.tp, layout.pp, layout.dp
-    if min(tp, pp) < 1 or world_size % (tp * pp):
-        yield _no_cut(key, tp, pp, world_size)
-    elif dp is not None and tp * pp * dp != world_size:
-        left = world_size // (tp * pp)
-        yield Fault(f"{key}.dp", dp, f"tp {tp} x pp {pp} x dp {dp} is not the world size {world_size}",
-                    f"choose dp {left}, or null")
-    stages = layout.layers_per_stage
-    if stages is None:
-        if spec is not None and spec.num_layers < pp:
-            yield Fault(f"{key}.pp", pp, f"model.spec.num_layers {spec.num_layers} cannot fill {pp} stages",
-                        f"choose pp {spec.num_layers} or less")
-    elif len(stages) != pp or min(stages) < 1:
-        yield Fault(f"{key}.layers_per_stage", stages, f"must name a number of layers for each of the {pp} stages",
-                    "choose null for an even cut")
-    elif spec is not None and sum(stages) != spec.num_layers:
-        yield Fault(f"{key}.layers_per_stage", stages,
-                    f"adds up to {sum(stages)}, not to model.spec.num_layers {spec.num_layers}",
-                    "choose null for an even cut")
-
-
-def _no_cut(key: str, tp: int, pp: int, world_size: int) -> Fault:
-    """The world cannot be cut in tp x pp: blame the degree that can be put right by itself."""
-    valid_tp = [d for d in divisors(world_size) if pp >= 1 and world_size % (d * pp) == 0]
-    valid_pp = [d for d in divisors(world_size) if tp >= 1 and world_size % (d * tp) == 0]
-    rule = f"world size {world_size} cannot be cut in tp {tp} x pp {pp}"
-    if valid_tp:
-        return Fault(f"{key}.tp", tp, rule, f"choose tp {listed(valid_tp)}")
-    if valid_pp:
-        return Fault(f"{key}.pp", pp, rule, f"choose pp {listed(valid_pp)}")
-    return Fault(f"{key}.tp", tp, rule, f"choose tp and pp whose product is {listed(divisors(world_size))}")
-
-
 def _batches(config: Config, world_size: int, command: Command) -> Iterator[Fault]:
     train, math = config.train, BatchMath.of(config, world_size)
     steps = train.gradient_accumulation_steps
-    if steps is not None and train.micro_batch_size * steps * math.dp != train.global_batch_size:
-        product = train.micro_batch_size * steps * math.dp
-        exact, rest = divmod(train.global_batch_size, train.micro_batch_size * math.dp)
-        choice = f"choose gradient_accumulation_steps {exact}, or null" if not rest else "choose null"
-        yield Fault("train.gradient_accumulation_steps", steps,
-                    f"micro_batch_size {train.micro_batch_size} x {steps} x dp {math.dp} = {product}, but "
-                    f"global_batch_size is {train.global_batch_size}", f"{choice}, or global_batch_size {product}")
+    if train.micro_batch_tokens is None and steps is not None:
+        yield from _accumulation(config, steps, math.dp)
     if command is Command.TRAIN and train.global_batch_size > math.rollouts_per_step:
         yield Fault("train.global_batch_size", train.global_batch_size,
                     f"a step has only {math.prompts_per_step} prompts x {math.samples_per_prompt} samples = "
                     f"{math.rollouts_per_step} rollouts", f"choose {math.rollouts_per_step} or less")
+    learning = [role for role in used_roles(config, command) if role in (Role.ACTOR, Role.CRITIC)]
+    yield from _budget("train.micro_batch_tokens", train.micro_batch_tokens, config, learning, command)
+    yield from _budget("train.forward_micro_batch_tokens", train.forward_micro_batch_tokens, config,
+                       used_roles(config, command), command)
+
+
+def _accumulation(config: Config, steps: int, dp: int) -> Iterator[Fault]:
+    train = config.train
+    product = train.micro_batch_size * steps * dp
+    if product == train.global_batch_size:
+        return
+    exact, rest = divmod(train.global_batch_size, train.micro_batch_size * dp)
+    choice = f"choose gradient_accumulation_steps {exact}, or null" if not rest else "choose null"
+    yield Fault("train.gradient_accumulation_steps", steps,
+                f"micro_batch_size {train.micro_batch_size} x {steps} x dp {dp} = {product}, but "
+                f"global_batch_size is {train.global_batch_size}", f"{choice}, or global_batch_size {product}")
+
+
+def _budget(key: str, tokens: int | None, config: Config, used: Sequence[Role], command: Command) -> Iterator[Fault]:
+    """The longest row fits in a micro-batch of `tokens`; with init_trainer a response and one token of its prompt."""
+    longest = config.generation.max_new_tokens
+    longest += 1 if command is Command.API else config.data.max_prompt_length
+    prompt = "a prompt of 1" if command is Command.API else f"data.max_prompt_length {config.data.max_prompt_length}"
+    paddings = [padding_of(written_layout(config, role)) for role in used]
+    needed = max(round_up(padding.padded(longest), padding.total) for padding in paddings)
+    if tokens is not None and any(padding.usable(tokens) < padding.padded(longest) for padding in paddings):
+        padded = f", padded to {needed} in its layout" if needed > longest else ""
+        yield Fault(key, tokens, f"cannot hold the longest row, {prompt} + generation.max_new_tokens "
+                    f"{config.generation.max_new_tokens} = {longest} tokens{padded}", f"choose {needed} or more")
 
 
 def _algorithm(config: Config) -> Iterator[Fault]:
@@ -183,6 +164,13 @@ def _decay(config: Config) -> Iterator[Fault]:
         if decay not in (None, Decay.CONSTANT):
             yield Fault(key, decay.value, "init_trainer is given its batches, so that the number of optimizer steps is "
                         "not known", "choose constant")
+
+
+def _precision(config: Config) -> Iterator[Fault]:
+    train = config.train
+    if train.mixed_precision is MixedPrecision.FP64 and train.reduce_dtype is ReduceDtype.BF16:
+        yield Fault("train.reduce_dtype", "bf16", "would round the gradients of fp64 training to 8 bits",
+                    "choose fp32 (as they are accumulated), or another train.mixed_precision")
 
 
 def _data(config: Config, command: Command) -> Iterator[Fault]:

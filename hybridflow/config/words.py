@@ -10,14 +10,29 @@ class ModelFamily(Enum):
 
 
 class ScheduleName(Enum):
-    ONE_F_ONE_B = "1f1b"
     GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZB_H1 = "zb-h1"
+    ZB_V = "zb-v"
+
+
+class Recompute(Enum):
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
 
 
 class MixedPrecision(Enum):
     NO = "no"
     BF16 = "bf16"
+    FP16 = "fp16"
     FP64 = "fp64"
+
+
+class ReduceDtype(Enum):
+    FP32 = "fp32"
+    BF16 = "bf16"
 
 
 class Decay(Enum):

@@ -44,7 +44,7 @@ def test_the_article_as_it_stands_on_four_ranks(article):
     train, algorithm, model = reading.config.train, reading.config.algorithm, reading.config.model
     assert (train.total_steps, train.global_batch_size) == (1000, 256)
     assert (train.micro_batch_size, train.gradient_accumulation_steps) == (2, 32)  # 8 over 4 replicas
-    assert (train.zero_stage, train.mixed_precision) == (1, MixedPrecision.BF16)
+    assert (train.zero_stage, train.mixed_precision) == (2, MixedPrecision.BF16)
     assert (model.path, model.critic.path, model.reward_model.path) == tuple(article["model"].values())
     assert algorithm.name is AlgorithmName.PPO
     assert (algorithm.clip.low, algorithm.clip.high) == (0.1, 0.1)
@@ -55,7 +55,7 @@ def test_the_notes_say_how_it_was_read(article):
     notes = "\n".join(read_any(article, 4).notes)
     assert "read over all data-parallel ranks, as N = M x S (256 = 8 x 32)" in notes
     assert "each of the 4 replicas takes 2 at once" in notes
-    assert "train.fsdp true is not honoured" in notes and "train.zero_stage 2 is not honoured" in notes
+    assert "train.fsdp true is not honoured" in notes and "train.zero_stage" not in notes
     assert "clip_eps 0.1 is both" in notes
 
 
@@ -109,7 +109,20 @@ def test_what_can_be_honoured_gets_no_such_note(article):
     assert "not honoured" not in "\n".join(reading.notes)
 
 
-@pytest.mark.parametrize(("written", "read"), [("fp16", "bf16"), (True, "bf16"), ("float32", "no"), (None, "no")])
+@pytest.mark.parametrize(("stage", "fsdp", "read"), [
+    (0, False, 0), (1, False, 1), (2, False, 2), (3, False, 2), (0, True, 2), (1, True, 2), (2, True, 2),
+    (None, True, 2),
+])
+def test_sharding_is_honoured_as_far_as_it_goes(article, stage, fsdp, read):
+    article["train"].update(zero_stage=stage, fsdp=fsdp)
+    if stage is None:
+        del article["train"]["zero_stage"]
+    reading = read_any(article, 4)
+    assert reading.config.train.zero_stage == read
+    assert ("zero_stage 3 is not honoured" in "\n".join(reading.notes)) == (stage == 3)
+
+
+@pytest.mark.parametrize(("written", "read"), [("float16", "fp16"), (True, "bf16"), ("float32", "no"), (None, "no")])
 def test_other_names_of_precisions(article, written, read):
     article["train"]["mixed_precision"] = written
     reading = read_any(article, 4)

@@ -1,7 +1,8 @@
 """Case 28, short updates, and the table of layouts."""
 
-from hybridflow.config.batch_math import BatchMath, layout_table, sft_line
-from hybridflow.config.layouts import Role, generation_layout, role_layout, roles
+from hybridflow.config.batch_math import BatchMath, layout_table, scored_at_once, sft_line, trained_at_once
+from hybridflow.config.layouts import Role, generation_layout, padding_of, role_layout, roles
+from hybridflow.packing import MicroBatching, Padding
 from tests.config.builders import config
 
 CASE_28 = ["data.prompts_per_step=1024", "generation.samples_per_prompt=5", "train.global_batch_size=1280",
@@ -29,7 +30,8 @@ def test_the_line_where_the_caller_brings_the_prompts():
 
 
 def test_a_short_last_update_and_a_ragged_share_are_told():
-    math = BatchMath(prompts_per_step=10, samples_per_prompt=1, rollouts_per_update=6, dp=4, micro_batch_size=1)
+    math = BatchMath(prompts_per_step=10, samples_per_prompt=1, rollouts_per_update=6, dp=4,
+                     micro_batching=MicroBatching(rows=1))
     assert (math.updates_per_step, math.last_update, math.rollouts_per_replica, math.micro_batches) == (2, 4, 2, 2)
     assert "(the last has 4)" in math.line()
 
@@ -46,6 +48,34 @@ def test_roles_follow_the_config():
     assert roles(config("model.reward_model.path=m")) == (Role.ACTOR, Role.CRITIC, Role.REWARD)
 
 
+def test_a_token_budget_says_only_what_can_be_known():
+    budget = [*CASE_28[:-1], "train.micro_batch_tokens=8192"]
+    math = BatchMath.of(config(*budget), 8)
+    assert math.micro_batches is None and math.updates_per_step == 4
+    assert math.line().endswith("1280 rollouts per update, shared out by tokens (dp 2), micro-batches of at most 8192 "
+                                "tokens")
+
+
+def test_scoring_runs_at_once_what_training_does_where_nothing_else_is_said():
+    rows, tokens, forward = "train.micro_batch_size=3", "train.micro_batch_tokens=700", "train.forward_micro_batch"
+    for overrides, trained, scored in (
+        ([rows], MicroBatching(rows=3), MicroBatching(rows=3)),
+        ([tokens], MicroBatching(tokens=700), MicroBatching(tokens=700)),
+        ([rows, f"{forward}_size=9"], MicroBatching(rows=3), MicroBatching(rows=9)),
+        ([tokens, f"{forward}_size=9"], MicroBatching(tokens=700), MicroBatching(rows=9)),
+        ([rows, f"{forward}_tokens=900"], MicroBatching(rows=3), MicroBatching(tokens=900)),
+        ([tokens, f"{forward}_tokens=900"], MicroBatching(tokens=700), MicroBatching(tokens=900)),
+    ):
+        read = config(*overrides)
+        assert (trained_at_once(read), scored_at_once(read)) == (trained, scored), overrides
+
+
+def test_context_ranks_share_rows_and_do_not_divide_them():
+    read = config(*CASE_28, "train.layout.cp=2", "train.layout.sequence_parallel=true")
+    assert BatchMath.of(read, 8).dp == 1 and BatchMath.of(read, 16).rollouts_per_replica == 640
+    assert padding_of(read.train.layout) == Padding(row=4, total=4)
+
+
 def test_layouts_are_completed():
     read = config("train.layout.tp=2", "train.layout.pp=2", "generation.layout.tp=2", "model.critic.layout.pp=4")
     actor, critic, generating = role_layout(read, Role.ACTOR, 8), role_layout(read, Role.CRITIC, 8), \
@@ -57,12 +87,15 @@ def test_the_table_has_a_line_for_each_role():
     table = layout_table(config(*CASE_28, "train.layout.layers_per_stage=[1,3]", "algorithm.kl.where=reward",
                                 "model.reference.layout.tp=8", "train.forward_micro_batch_size=16"), 8)
     assert [" ".join(line.split()) for line in table.splitlines()] == [
-        "role tp pp dp sequence parallel rows at once set by",
-        "actor 2 2 [1, 3] 2 no 4 trained, 16 scored train.layout",
-        "actor, generating 1 1 8 no - generation.layout",
-        "critic 2 2 [1, 3] 2 no 4 trained, 16 scored train.layout",
-        "reference 8 1 1 no 16 scored model.reference.layout",
+        "role tp cp pp dp sequence parallel at once set by",
+        "actor 2 1 2 [1, 3] 2 no 4 rows trained, 16 rows scored train.layout",
+        "actor, generating 1 1 1 8 no - generation.layout",
+        "critic 2 1 2 [1, 3] 2 no 4 rows trained, 16 rows scored train.layout",
+        "reference 8 1 1 1 no 16 rows scored model.reference.layout",
     ]
+    table = layout_table(config("train.layout={cp: 2, pp: 2, vpp: 2}", "train.micro_batch_tokens=999"), 8)
+    assert " ".join(table.splitlines()[1].split()) == (
+        "actor 1 2 2 x 2 chunks 2 no 999 tokens trained, 999 tokens scored train.layout")
 
 
 def test_the_line_of_supervised_training():

@@ -80,6 +80,13 @@ def test_each_layout_is_held_against_its_model(tmp_path):
     assert "generation.layout = tp 8 pp 1 dp 1: model.spec: tp 8 must divide num_heads 4" in found
 
 
+def test_each_chunk_has_a_layer_of_a_folders_model(tmp_path):
+    tree = {"model": {"path": write_model(tmp_path / "model")},
+            "train": {"schedule": "interleaved", "layout": {"pp": 2, "vpp": 2}}}
+    (found,) = shapes(2, tree=tree)
+    assert "pp 2 x vpp 2 = 4 chunks must be at most num_layers 2" in found
+
+
 def test_every_model_has_positions_for_the_longest_sequence(tmp_path):
     (found,) = shapes(1, "model.spec.max_position_embeddings=319")
     assert found == ("model.spec.max_position_embeddings = 319: is below data.max_prompt_length 256 + "

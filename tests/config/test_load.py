@@ -107,7 +107,8 @@ def test_an_unknown_key_with_nothing_near_lists_the_block():
     ("data.tasks=null", "a list, each a block of keys"),
     ("train=null", "a block of keys"),
     ("algorithm.name=null", "ppo or grpo"),
-    ("train.schedule=ONE_F_ONE_B", "1f1b or gpipe"),  # the name inside the code is no word of a config
+    # The name inside the code is no word of a config.
+    ("train.schedule=ONE_F_ONE_B", "gpipe, 1f1b, interleaved, zb-h1 or zb-v"),
     ("train.zero_stage=true", "an integer"),
 ])
 def test_wrong_types_are_described(override, described):
@@ -116,7 +117,8 @@ def test_wrong_types_are_described(override, described):
 
 
 def test_a_wrong_word_names_the_nearest():
-    assert faults_of({}, "train.schedule=1f2b")["train.schedule"].choice == "did you mean 1f1b? It may be 1f1b or gpipe"
+    assert faults_of({}, "train.schedule=1f2b")["train.schedule"].choice == (
+        "did you mean 1f1b? It may be gpipe, 1f1b, interleaved, zb-h1 or zb-v")
 
 
 def test_interpolation_reaches_defaults_and_missing_names_are_faults():

@@ -43,7 +43,7 @@ def test_the_quickstart_trains_at_tp2_pp2_and_generates_at_tp1_dp4():
 def test_ppo_7b_is_the_article_with_n_equal_to_m_x_s():
     config = load_config(CONFIGS / "ppo_7b.yaml")
     math = BatchMath.of(config, 4)
-    assert (math.rollouts_per_update, math.micro_batch_size, math.micro_batches, math.dp) == (256, 8, 32, 1)
+    assert (math.rollouts_per_update, math.micro_batching.rows, math.micro_batches, math.dp) == (256, 8, 32, 1)
 
 
 def test_the_warm_start_and_reinforcement_learning_agree():

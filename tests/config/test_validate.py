@@ -52,6 +52,70 @@ def test_layers_per_stage():
     assert "train.layout.pp" in faults(8, "train.layout.pp=8")
 
 
+def test_the_context_is_a_degree_like_the_others():
+    assert faults(8, "train.layout.tp=2", "train.layout.cp=2", "train.layout.dp=2") == {}
+    message = faults(8, "train.layout.cp=3")["train.layout.cp"]
+    assert message == "train.layout.cp = 3: world size 8 cannot be cut in tp 1 x cp 3 x pp 1; choose cp 1, 2, 4 or 8"
+    assert "choose dp 2, or null" in faults(8, "train.layout.tp=2", "train.layout.cp=2", "train.layout.dp=4")[
+        "train.layout.dp"]
+    assert "choose tp 1 or 2" in faults(8, "train.layout.tp=4", "train.layout.cp=4")["train.layout.tp"]
+    assert set(faults(8, "train.layout.cp=0")) == {"train.layout.cp"}
+    assert set(faults(8, "train.layout.cp=3", "train.layout.tp=3")) == {"train.layout.tp"}
+
+
+@pytest.mark.parametrize(("schedule", "pp", "vpp", "choice"), [
+    ("1f1b", 2, 1, None), ("gpipe", 2, 1, None), ("zb-h1", 2, 1, None), ("interleaved", 2, 2, None),
+    ("interleaved", 1, 1, None), ("zb-v", 1, 1, None), ("zb-v", 2, 2, None),
+    ("1f1b", 2, 2, "choose 1, or train.schedule interleaved"), ("zb-h1", 2, 2, "choose 1, or"),
+    ("interleaved", 2, 1, "choose 2 or more, or train.schedule 1f1b"), ("zb-v", 2, 1, "choose 2"),
+    ("zb-v", 2, 3, "choose 2"), ("interleaved", 1, 2, "choose 1"), ("interleaved", 2, 0, "choose 1 or more"),
+])
+def test_the_schedule_says_how_many_chunks_a_stage_has(schedule, pp, vpp, choice):
+    found = faults(2, f"train.schedule={schedule}", f"train.layout={{pp: {pp}, vpp: {vpp}}}",
+                   "model.spec.num_layers=8")
+    assert list(found) == ([] if choice is None else ["train.layout.vpp"])
+    assert choice is None or found["train.layout.vpp"].endswith(choice) or f"{choice} " in found["train.layout.vpp"]
+
+
+def test_who_only_scores_has_no_chunks_of_its_own():
+    base = ["train.schedule=interleaved", "train.layout={pp: 2, vpp: 2}", "algorithm.kl.where=reward"]
+    assert faults(2, *base) == {}  # the reference takes train.layout as it is
+    assert faults(2, *base, "model.reference.layout.pp=2") == {}
+    assert set(faults(2, *base, "model.reference.layout={pp: 2, vpp: 2}")) == {"model.reference.layout.vpp"}
+    assert set(faults(2, *base, "model.critic.layout={pp: 2}")) == {"model.critic.layout.vpp"}  # it learns
+
+
+def test_every_chunk_has_layers():
+    base, key = ["train.schedule=interleaved", "train.layout={pp: 2, vpp: 2}"], "train.layout.layers_per_stage"
+    assert faults(2, *base, f"{key}=[1,1,1,1]") == {}
+    assert "each chunk of 2 stages x 2 chunks" in faults(2, *base, f"{key}=[2,2]")[key]
+    message = faults(2, *base, "model.spec.num_layers=3")["train.layout.pp"]
+    assert "num_layers 3 cannot fill 2 stages x 2 chunks; choose pp 1 or less" in message
+
+
+def test_a_token_budget_holds_the_longest_row():
+    key = "train.micro_batch_tokens"
+    assert faults(1, f"{key}=320") == {}
+    assert faults(1, f"{key}=319")[key] == (
+        f"{key} = 319: cannot hold the longest row, data.max_prompt_length 256 + generation.max_new_tokens 64 = 320 "
+        "tokens; choose 320 or more")
+    assert faults(8, f"{key}=320", "train.layout={tp: 8, sequence_parallel: true}") == {}
+    cut = "train.layout={tp: 2, cp: 2, sequence_parallel: true}"
+    assert faults(4, f"{key}=324", cut, "generation.max_new_tokens=65") == {}
+    assert "padded to 324 in its layout; choose 324 or more" in faults(
+        4, f"{key}=323", cut, "generation.max_new_tokens=65")[key]
+    assert "a prompt of 1 + generation.max_new_tokens 64 = 65" in faults(1, f"{key}=64", command=Command.API)[key]
+    assert faults(1, f"{key}=65", command=Command.API) == {}
+    assert set(faults(1, "train.forward_micro_batch_tokens=319")) == {"train.forward_micro_batch_tokens"}
+    assert set(faults(1, f"{key}=319", command=Command.SFT)) == {key}
+
+
+def test_gradients_of_fp64_are_not_rounded_on_the_wire():
+    bf16 = "train.reduce_dtype=bf16"
+    assert faults(1, bf16) == {}
+    assert set(faults(1, bf16, "train.mixed_precision=fp64")) == {"train.reduce_dtype"}
+
+
 def test_accumulation_is_checked():
     base = ["train.global_batch_size=64", "train.micro_batch_size=4", "data.prompts_per_step=64"]
     assert faults(2, *base, "train.gradient_accumulation_steps=8") == {}
@@ -147,7 +211,7 @@ def test_files_need_names_and_a_judge():
 OUTSIDE = {"must be at least 1": 0, "must not be negative": -1, "must be a finite number that is not negative": -0.5,
            "must be a finite number above 0": 0, "must lie between 0 and 1": 1, "must be above 1": 1,
            "must lie in [0, 1]": 1.5, "must lie in (0, 1]": 0, "must be two numbers in [0, 1)": "[0.9]",
-           "weights and gradients are split by tensor and pipeline parallelism here, not by ZeRO": 2,
+           "weights are split by tensor and pipeline parallelism here, not by ZeRO": 3,
            "is no accuracy that can be reached": 1.5, "is too small for a vocabulary": 5}
 
 
@@ -179,12 +243,17 @@ SET = {
     "data.test_size": "data.test_size=999", "data.prompt_template": "data.prompt_template='{question}'",
     "train.optimizer.min_lr": "train.optimizer.min_lr=1", "train.critic_optimizer.min_lr":
     "train.critic_optimizer.min_lr=1",
+    "train.micro_batch_size": "train.micro_batch_size=4",
+    "train.gradient_accumulation_steps": "train.gradient_accumulation_steps=8",
+    "train.forward_micro_batch_size": "train.forward_micro_batch_size=4",
+    "train.recompute_layers": "train.recompute_layers=1", "train.loss_scale": "train.loss_scale=2.0",
+    "train.loss_scale_window": "train.loss_scale_window=5",
 }
 CONDITIONS = [
     ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], ["algorithm.kl.where=loss"], [], [],
     ["model.reward_model.path=m"],
     ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
-    [], [],
+    [], [], ["train.micro_batch_tokens=512"], ["train.forward_micro_batch_tokens=512"], [], [],
 ]
 
 

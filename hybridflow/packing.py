@@ -1,0 +1,179 @@
+"""How the rows of a role's batch are cut over replicas and micro-batches: by number of rows, or by a budget of tokens.
+
+Pure Python and deterministic: every rank works out the whole cut alone, from the lengths of all rows. It moves nothing,
+and the optimizer step does not depend on it (weights of tokens are those of the whole batch).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from itertools import accumulate
+
+# The rows of each micro-batch of each replica: cut[replica][micro_batch] are row numbers.
+Cut = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What parallelism inside a replica does to lengths.
+
+    Attributes:
+        row: context parallelism cuts each row in this many pieces of at most equally many tokens; 1 without it.
+        total: the tokens of a micro-batch are a multiple of this.
+
+    Example: `Padding.of(tp=2, cp=2, sequence_parallel=True) == Padding(row=4, total=4)`; a row of 5 tokens counts 8.
+    """
+
+    row: int = 1
+    total: int = 1
+
+    @classmethod
+    def of(cls, tp: int, cp: int, sequence_parallel: bool) -> Padding:
+        """That of a layout. Each of the cp ranks has two pieces of each row, and of all its tokens a multiple of tp."""
+        return cls(2 * cp if cp > 1 else 1, cp * (tp if sequence_parallel else 1))
+
+    def padded(self, length: int) -> int:
+        """Tokens that a row takes up at most beside others, over all ranks of its replica."""
+        return round_up(length, self.row)
+
+    def usable(self, budget: int) -> int:
+        """Tokens that rows may take up, so that a whole micro-batch stays within `budget`."""
+        return budget - budget % self.total
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How much one replica runs at once: `rows`, or `tokens` in rows of any number. One of the two is given.
+
+    Example: `MicroBatching(tokens=8192)`.
+    """
+
+    rows: int | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.rows is None) == (self.tokens is None):
+            raise ValueError(f"micro-batches of rows {self.rows} and tokens {self.tokens}: give one of the two")
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows" if self.tokens is None else f"{self.tokens} tokens"
+
+    def cut(self, lengths: Sequence[int], dp: int, padding: Padding = Padding()) -> Cut:
+        """The cut of rows 0, 1, .. of these lengths over `dp` replicas.
+
+        Raises:
+            ValueError: a row is longer than the budget.
+        """
+        if self.tokens is None:
+            assert self.rows is not None
+            return by_rows(range(len(lengths)), dp, self.rows)
+        return by_tokens(lengths, dp, self.tokens, padding)
+
+
+def by_rows(rows: Sequence[int], dp: int, micro_batch_size: int) -> Cut:
+    """Consecutive rows to each replica, at most `micro_batch_size` at once; numbers of rows differ by one at most.
+
+    A replica has one micro-batch at least, empty where it has no row. Example: `by_rows(range(5), 2, 2)` is
+    `(((0, 1), (2,)), ((3, 4),))`.
+    """
+    return tuple(tuple(share[start:start + micro_batch_size] for start in range(0, len(share), micro_batch_size))
+                 or ((),) for share in split_rows(rows, dp))
+
+
+def split_rows(rows: Sequence[int], parts: int) -> list[tuple[int, ...]]:
+    """`rows` cut into `parts` consecutive runs whose sizes differ by one at most. Example: 10 rows in 4: 3 3 2 2."""
+    base, extra = divmod(len(rows), parts)
+    ends = list(accumulate(base + (part < extra) for part in range(parts)))
+    return [tuple(rows[start:end]) for start, end in zip([0, *ends], ends)]
+
+
+def by_tokens(lengths: Sequence[int], dp: int, budget: int, padding: Padding = Padding()) -> Cut:
+    """Micro-batches of at most `budget` tokens, padding included; as many on each replica, some of them empty.
+
+    As few as two greedy packings find (longest row first, to the emptiest micro-batch or to the fullest that has room;
+    Graham 1969, Johnson 1973), and of about equal tokens, as are the replicas. A replica's fullest comes first.
+
+    Raises:
+        ValueError: a row is longer than the budget.
+    """
+    sizes = [padding.padded(length) for length in lengths]
+    room = padding.usable(budget)
+    _require_room(lengths, sizes, room, budget)
+    order = sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))
+    return _dealt(_packed(order, sizes, room, dp), sizes, dp)
+
+
+def _require_room(lengths: Sequence[int], sizes: Sequence[int], room: int, budget: int) -> None:
+    for row, (length, size) in enumerate(zip(lengths, sizes)):
+        if size > room:
+            padded = f" ({size} padded, of {room} usable)" if (size, room) != (length, budget) else ""
+            raise ValueError(f"row {row} has {length} tokens{padded}, more than train.micro_batch_tokens {budget} (or "
+                             "forward_micro_batch_tokens, whichever is at work); raise it, or drop such rows")
+
+
+def _packed(order: Sequence[int], sizes: Sequence[int], room: int, dp: int) -> list[list[int]]:
+    """Bins of rows, a multiple of `dp` in number."""
+    dense = _fullest_first(order, sizes, room)
+    few, many = max(1, ceil_div(sum(sizes), room * dp)), max(1, ceil_div(len(dense), dp))
+    even = None
+    while few < many:  # an even packing into as few bins as a search by halves finds
+        middle = (few + many) // 2
+        found = _emptiest_first(order, sizes, room, middle * dp)
+        few, many, even = (middle + 1, many, even) if found is None else (few, middle, found)
+    even = even or _emptiest_first(order, sizes, room, many * dp)
+    return even or dense + [[] for _ in range(many * dp - len(dense))]
+
+
+def _emptiest_first(order: Iterable[int], sizes: Sequence[int], room: int, count: int) -> list[list[int]] | None:
+    """Rows in this order into `count` bins, each to the bin with least in it; None where that one has no room."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    filled = [(0, number) for number in range(count)]
+    for row in order:
+        size, number = filled[0]
+        if size + sizes[row] > room:
+            return None
+        bins[number].append(row)
+        heapreplace(filled, (size + sizes[row], number))
+    return bins
+
+
+def _fullest_first(order: Iterable[int], sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Rows in this order into as many bins as it takes, each to the fullest bin that has room for it."""
+    bins: list[list[int]] = []
+    left: list[tuple[int, int]] = []  # (room left, bin), sorted
+    for row in order:
+        place = bisect_left(left, (sizes[row], 0))
+        if place == len(left):
+            free, number = room, len(bins)
+            bins.append([])
+        else:
+            free, number = left.pop(place)
+        bins[number].append(row)
+        insort(left, (free - sizes[row], number))
+    return bins
+
+
+def _dealt(bins: list[list[int]], sizes: Sequence[int], dp: int) -> Cut:
+    """Equally many bins to each replica, the fullest first and each to the replica that has least."""
+    filled = [sum(sizes[row] for row in rows) for rows in bins]
+    replicas: list[list[tuple[int, ...]]] = [[] for _ in range(dp)]
+    open_ones = [(0, replica) for replica in range(dp)]
+    for number in sorted(range(len(bins)), key=lambda number: (-filled[number], number)):
+        size, replica = heappop(open_ones)
+        replicas[replica].append(tuple(sorted(bins[number])))
+        if len(replicas[replica]) < len(bins) // dp:
+            heappush(open_ones, (size + filled[number], replica))
+    return tuple(tuple(rows) for rows in replicas)
+
+
+def ceil_div(amount: int, parts: int) -> int:
+    """The least whole number that is not below amount / parts. Example: ceil_div(5, 2) == 3."""
+    return -(-amount // parts)
+
+
+def round_up(amount: int, multiple: int) -> int:
+    """The least multiple that is not below `amount`. Example: round_up(5, 4) == 8."""
+    return ceil_div(amount, multiple) * multiple
