@@ -3,6 +3,7 @@
 import torch
 
 from hybridflow.batch import Batch, move_rows, row_map, split_rows
+from hybridflow.context import ContextPart
 from hybridflow.micro_batch import MicroBatch, Sample, TokenColumns
 from hybridflow.models.attention import PackedCausal
 from hybridflow.parallel.plan import TransferPlan
@@ -92,3 +93,28 @@ def test_padding_adds_no_row_to_what_attention_computes():
     assert alone.lengths == (144,) and PackedCausal(alone.lengths, device).slots is None
     equal = MicroBatch.pack([Sample((1,), (2,))] * 4, device=device, multiple_of=4)
     assert equal.lengths == (2,) * 4 and PackedCausal(equal.lengths, device).slots is None
+
+
+def test_context_ranks_share_the_tokens_of_a_row_and_know_where_their_answers_belong():
+    device = torch.device("cpu")
+    samples, columns = [Sample((5, 6), (7, 8, 9)), Sample((1,), (2, 3))], TokenColumns(weight=torch.arange(5.0))
+    first, second = (MicroBatch.pack(samples, columns, device=device, multiple_of=3, cp=ContextPart(2, index))
+                     for index in range(2))
+    # Pieces [5 6] [7] [8] [9] and, where that turn stopped, [] [1] [2] [3].
+    assert first.input_ids.tolist() == [5, 6, 9, 3, 0, 0] and first.position_ids.tolist() == [0, 1, 4, 2, 0, 0]
+    assert second.input_ids.tolist() == [7, 8, 1, 2, 0, 0] and second.position_ids.tolist() == [2, 3, 0, 1, 0, 0]
+    assert first.lengths == second.lengths == (5, 3) and first.num_tokens == second.num_tokens == 6
+    assert first.target_index.tolist() == [1] and first.targets.tolist() == [7] and first.columns.weight.tolist() == [0]
+    assert second.target_index.tolist() == [0, 1, 2, 3] and second.targets.tolist() == [8, 9, 2, 3]
+    assert second.columns.weight.tolist() == [1, 2, 3, 4]
+    assert first.answers_per_part == 4 and first.answer_places.tolist() == [0, 4, 5, 6, 7]
+    empty = MicroBatch.pack([], device=device, multiple_of=2, cp=ContextPart(4, 3))
+    assert empty.lengths == () and empty.num_tokens == 2 and empty.answers_per_part == 0
+
+
+def test_the_score_of_a_row_is_read_where_its_last_token_lies():
+    device, samples = torch.device("cpu"), [Sample((5, 6), (7, 8, 9)), Sample((1,), (2, 3)), Sample((4,), ())]
+    parts = [MicroBatch.pack_last_tokens(samples, device=device, cp=ContextPart(2, index)) for index in range(2)]
+    assert [part.targets.tolist() for part in parts] == [[9, 3, 4], []]
+    assert all(part.input_ids[part.target_index].tolist() == part.targets.tolist() for part in parts)
+    assert parts[0].answer_places.tolist() == [0, 1, 2]

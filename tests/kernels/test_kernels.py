@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridflow.kernels.activation import swiglu, swiglu_reference
-from hybridflow.kernels.attention import causal_attention, causal_attention_reference
+from hybridflow.kernels.attention import causal_attention, causal_attention_reference, causal_suffix_attention
 from hybridflow.kernels.norm import rms_norm, rms_norm_reference
 from hybridflow.kernels.rope import apply_rope, apply_rope_reference
 
@@ -62,6 +62,19 @@ def test_causal_attention(rows, heads, kv_heads, length, dtype):
     assert_same(causal_attention, causal_attention_reference,
                 [numbers(rows, heads, length, 10), numbers(rows, kv_heads, length, 10, seed=1),
                  numbers(rows, kv_heads, length, 10, seed=2)], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "queries", "keys"), [(4, 2, 1, 63), (6, 2, 63, 100), (3, 3, 7, 7)])
+def test_causal_suffix_attention(heads, kv_heads, queries, keys, dtype):
+    assert_same(causal_suffix_attention, causal_attention_reference,
+                [numbers(1, heads, queries, 10), numbers(1, kv_heads, keys, 10, seed=1),
+                 numbers(1, kv_heads, keys, 10, seed=2)], dtype)
+
+
+def test_the_suffix_of_causal_attention_is_that_of_the_whole():
+    q, k, v = (numbers(1, heads, 9, 10, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    torch.testing.assert_close(causal_suffix_attention(q[:, :, 5:], k, v), causal_attention(q, k, v)[:, :, 5:])
 
 
 @pytest.mark.parametrize("tokens", [1, 63])
