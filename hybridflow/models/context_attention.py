@@ -58,9 +58,10 @@ class ContextCausal:
         gathered = gather_tokens(torch.cat([k, v], dim=1), self.cp)  # [size x tokens, 2 kv_heads, head_dim]
         rows = from_slots(gathered, self.order)  # [tokens of all rows, 2 kv_heads, head_dim]
         *queries, padding = q.split(self.sizes)
-        if self.num_real == 0:
-            return rows[:0].sum() * padding  # zero, from queries and keys alike: backward must reach them on every rank
-        return torch.cat([*self._answers(queries, rows), padding * 0.0])
+        zeros = torch.zeros_like(padding)
+        if self.num_real == 0:  # backward must still reach queries, keys and values, as on every other rank
+            return zeros + (rows[:0].sum() + padding[:0].sum())
+        return torch.cat([*self._answers(queries, rows), zeros])
 
     def _answers(self, queries: list[Tensor], rows: Tensor) -> list[Tensor]:
         """For each piece that has tokens, what its queries see of their row."""

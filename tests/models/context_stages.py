@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.context import ContextPart
+from hybridflow.context import ContextCut, ContextPart
 from hybridflow.micro_batch import MicroBatch, Sample, TokenColumns, reassemble
 from hybridflow.models.config import Family, Head, ModelConfig
+from hybridflow.models.context_attention import ContextCausal
 from hybridflow.models.decoder import DecoderStage, HeadOutput
 from hybridflow.models.init import init_weights
 from hybridflow.models.layout import chunk_layers
@@ -127,3 +128,17 @@ def scores(world: World, layout: Layout, rows: tuple[tuple[int, int], ...]) -> T
                                         cp=ContextPart(layout.cp, mesh.coord.cp))
     with torch.no_grad():
         return reassemble(stage(batch.input_ids, batch), batch, mesh.cp)
+
+
+def padded_attention(world: World, lengths: tuple[int, ...], num_tokens: int) -> tuple[Tensor, list[Tensor]]:
+    """What this rank's tokens, of which the last are padding full of NaN, see, and the gradients of q, k and v."""
+    cp = Mesh(Grid.of(Layout(cp=world.size)), world).cp
+    part = ContextPart(cp.size, cp.index)
+    real = ContextCut(lengths, cp.size).tokens(cp.index).numel()
+    q, k, v = (torch.randn(num_tokens, heads, 4, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    for x in (q, k, v):
+        x[real:] = torch.nan
+        x.requires_grad_()
+    out = ContextCausal(lengths, part, num_tokens, cp, world.device)(0, q, k, v)
+    out.sum().backward()
+    return out[real:].detach(), [x.grad[real:] for x in (q, k, v)]

@@ -8,7 +8,7 @@ import torch
 from hybridflow.context import ContextCut
 from hybridflow.models.config import Head
 from hybridflow.parallel.mesh import Layout
-from tests.models.context_stages import Case, picture, scores
+from tests.models.context_stages import Case, padded_attention, picture, scores
 from tests.ranks import run_ranks
 
 RAGGED = ((3, 4), (1, 1), (2, 1), (40, 23), (1, 6), (5, 0), (7, 3))  # (prompt, response): rows of 2, 3 and 63 tokens
@@ -57,6 +57,12 @@ def test_every_rank_knows_all_scores(layout: Layout):
     (expected,) = run_ranks(1, scores, Layout(), RAGGED)
     for seen in run_ranks(layout.size, scores, layout, RAGGED):
         torch.testing.assert_close(seen, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [(5, 2), (1,), ()], ids=str)
+def test_padding_is_neither_seen_nor_does_it_see(lengths: tuple[int, ...]):
+    for out, grads in run_ranks(4, padded_attention, lengths, 4):
+        assert out.numel() > 0 and all(bool((x == 0.0).all()) for x in (out, *grads))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
