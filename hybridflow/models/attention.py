@@ -114,8 +114,12 @@ class Attention(nn.Module):
             RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None for _ in range(2))
 
     def forward(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+        return self.out(self.see(self.qkv(x), rope, attend))
+
+    def see(self, qkv: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+        """Projections `[tokens, (q + 2 kv) head_dim]` -> what each token sees `[tokens, q head_dim]`."""
         num_q, num_kv = self.heads.num_q, self.heads.num_kv
-        qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [tokens, q + 2 kv, head_dim]
+        qkv = qkv.unflatten(1, (-1, self.head_dim))  # [tokens, q + 2 kv, head_dim]
         qk, v = qkv.split([num_q + num_kv, num_kv], dim=1)
         if self.q_norm is None:
             q, k = apply_rope(qk, rope.cos, rope.signed_sin).split([num_q, num_kv], dim=1)
@@ -123,4 +127,4 @@ class Attention(nn.Module):
             q, k = qk.split([num_q, num_kv], dim=1)
             q = apply_rope(self.q_norm(q), rope.cos, rope.signed_sin)
             k = apply_rope(self.k_norm(k), rope.cos, rope.signed_sin)
-        return self.out(attend(self.layer, q, k, v).flatten(1))
+        return attend(self.layer, q, k, v).flatten(1)

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hybridflow.kernels.activation import swiglu
 from hybridflow.micro_batch import MicroBatch
-from hybridflow.models.attention import Attend, Attention, RMSNorm
+from hybridflow.models.attention import Attend, Attention, ReplicatedKeyValue, RMSNorm
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.context_attention import packed_attention
 from hybridflow.models.grad_syncs import stage_grad_syncs
 from hybridflow.models.layout import require_layout
+from hybridflow.models.recompute import Recompute, keep_less
 from hybridflow.models.rope import RopeTables, rope_tables
-from hybridflow.parallel.collectives import gather_replicated
+from hybridflow.parallel.collectives import gather_replicated, gather_tokens
 from hybridflow.parallel.gradients import GradSync
 from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from hybridflow.parallel.mesh import AxisGroup, Mesh
@@ -44,7 +46,11 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind its norm, added to the residual stream."""
+    """Attention and feed-forward, each behind its norm, added to the residual stream.
+
+    Attributes:
+        recompute: what its backward computes once more.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, *, tp: AxisGroup, sequence_parallel: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -54,11 +60,37 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(config, layer, **shared)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.mlp = MLP(config, **shared)
+        self.recompute = Recompute.NONE
 
     def forward(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+        if self.recompute is Recompute.NONE or not torch.is_grad_enabled():
+            return self._keeping_all(x, rope, attend)
+        if self.recompute is Recompute.FULL:
+            return checkpoint(self._keeping_all, x, rope, attend, use_reentrant=False, preserve_rng_state=False)
+        return self._keeping_products(x, rope, attend)
+
+    def _keeping_all(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
         # In place: nobody else keeps the new term, and its gradient does not need it.
         x = self.attention(self.input_norm(x), rope, attend).add_(x)
         return self.mlp(self.post_norm(x)).add_(x)
+
+    def _keeping_products(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+        """The same with `Recompute.SELECTIVE`."""
+        attention, mlp = self.attention, self.mlp
+        qkv = _behind_norm(self.input_norm, attention.qkv, x)
+        x = attention.out(keep_less(lambda qkv: attention.see(qkv, rope, attend), qkv)).add_(x)
+        gate_up = _behind_norm(self.post_norm, mlp.gate_up, x)
+        return keep_less(lambda gate_up: mlp.down(swiglu(gate_up)), gate_up, remake=swiglu).add_(x)
+
+
+def _behind_norm(norm: RMSNorm, linear: ColumnParallelLinear | ReplicatedKeyValue, x: Tensor) -> Tensor:
+    """`linear(norm(x))` that keeps `x`, neither the linear's input nor what the linear gathers of it."""
+
+    def input_of_linear(x: Tensor) -> Tensor:
+        normed = norm(x)
+        return gather_tokens(normed, linear.tp) if linear.sequence_parallel else normed
+
+    return keep_less(lambda x: linear(norm(x)), x, remake=input_of_linear)
 
 
 class HeadWeight(nn.Module):
@@ -87,13 +119,16 @@ class DecoderStage(nn.Module):
         chunk_layers: of every chunk of the model, its layers (`layout.chunk_layers`).
         sequence_parallel: outside attention and MLP each tensor rank holds its own tokens/tp; the tokens of every
             micro-batch are then a multiple of tp.
+        recompute: in the backward of layers.
+        recompute_layers: it holds for the first so many layers of each chunk; None is all.
 
     Raises:
         ValueError: the model cannot be cut over the mesh's tensor axis and these chunks (all reasons).
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh, head: Head, *, chunks: Chunks, chunk_layers: tuple[range, ...],
-                 sequence_parallel: bool, dtype: torch.dtype) -> None:
+                 sequence_parallel: bool, dtype: torch.dtype, recompute: Recompute = Recompute.NONE,
+                 recompute_layers: int | None = None) -> None:
         super().__init__()
         require_layout(config, mesh.layout, [len(layers) for layers in chunk_layers], chunks)
         assert chunks.pp == mesh.layout.pp, (chunks, mesh.layout)
@@ -107,6 +142,9 @@ class DecoderStage(nn.Module):
         self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **shared) if with_embedding else None
         self.layers = nn.ModuleDict({str(layer): DecoderLayer(config, layer, **shared)
                                      for layers in self.chunk_layers.values() for layer in layers})
+        for layers in self.chunk_layers.values():
+            for layer in layers[:recompute_layers]:
+                self.layers[str(layer)].recompute = recompute
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, mesh.device) if with_head else None
         # A tied head beside its embedding has no weight of its own.
         tied_here = head is Head.LANGUAGE_MODEL and config.tie_word_embeddings and with_embedding
