@@ -17,34 +17,6 @@ Cut = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True)
-class Padding:
-    """What parallelism inside a replica does to lengths.
-
-    Attributes:
-        row: context parallelism cuts each row in this many pieces of at most equally many tokens; 1 without it.
-        total: the tokens of a micro-batch are a multiple of this.
-
-    Example: `Padding.of(tp=2, cp=2, sequence_parallel=True) == Padding(row=4, total=4)`; a row of 5 tokens counts 8.
-    """
-
-    row: int = 1
-    total: int = 1
-
-    @classmethod
-    def of(cls, tp: int, cp: int, sequence_parallel: bool) -> Padding:
-        """That of a layout. Each of the cp ranks has two pieces of each row, and of all its tokens a multiple of tp."""
-        return cls(2 * cp if cp > 1 else 1, cp * (tp if sequence_parallel else 1))
-
-    def padded(self, length: int) -> int:
-        """Tokens that a row takes up at most beside others, over all ranks of its replica."""
-        return round_up(length, self.row)
-
-    def usable(self, budget: int) -> int:
-        """Tokens that rows may take up, so that a whole micro-batch stays within `budget`."""
-        return budget - budget % self.total
-
-
-@dataclass(frozen=True)
 class MicroBatching:
     """How much one replica runs at once: `rows`, or `tokens` in rows of any number. One of the two is given.
 
@@ -61,8 +33,11 @@ class MicroBatching:
     def __str__(self) -> str:
         return f"{self.rows} rows" if self.tokens is None else f"{self.tokens} tokens"
 
-    def cut(self, lengths: Sequence[int], dp: int, padding: Padding = Padding()) -> Cut:
-        """The cut of rows 0, 1, .. of these lengths over `dp` replicas.
+    def cut(self, lengths: Sequence[int], dp: int, multiple_of: int = 1) -> Cut:
+        """The cut of rows 0, 1, .. of these lengths (tokens) over `dp` replicas.
+
+        Args:
+            multiple_of: what the tokens of a micro-batch are padded to a multiple of.
 
         Raises:
             ValueError: a row is longer than the budget.
@@ -70,7 +45,7 @@ class MicroBatching:
         if self.tokens is None:
             assert self.rows is not None
             return by_rows(range(len(lengths)), dp, self.rows)
-        return by_tokens(lengths, dp, self.tokens, padding)
+        return by_tokens(lengths, dp, self.tokens, multiple_of)
 
 
 def by_rows(rows: Sequence[int], dp: int, micro_batch_size: int) -> Cut:
@@ -90,32 +65,28 @@ def split_rows(rows: Sequence[int], parts: int) -> list[tuple[int, ...]]:
     return [tuple(rows[start:end]) for start, end in zip([0, *ends], ends)]
 
 
-def by_tokens(lengths: Sequence[int], dp: int, budget: int, padding: Padding = Padding()) -> Cut:
-    """Micro-batches of at most `budget` tokens, padding included; as many on each replica, some of them empty.
+def by_tokens(lengths: Sequence[int], dp: int, budget: int, multiple_of: int = 1) -> Cut:
+    """Micro-batches of at most `budget` tokens with their padding; as many on each replica, some of them empty.
 
     As few as two greedy packings find (longest row first, to the emptiest micro-batch or to the fullest that has room;
     Graham 1969, Johnson 1973), and of about equal tokens, as are the replicas. A replica's fullest comes first.
+    Example: `by_tokens((5, 2, 6), 1, 8)` is `(((0, 1), (2,)),)`; on two replicas `(((0, 1),), ((2,),))`.
 
     Raises:
         ValueError: a row is longer than the budget.
     """
-    sizes = [padding.padded(length) for length in lengths]
-    room = padding.usable(budget)
-    _require_room(lengths, sizes, room, budget)
-    order = sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))
-    return _dealt(_packed(order, sizes, room, dp), sizes, dp)
-
-
-def _require_room(lengths: Sequence[int], sizes: Sequence[int], room: int, budget: int) -> None:
-    for row, (length, size) in enumerate(zip(lengths, sizes)):
-        if size > room:
-            padded = f" ({size} padded, of {room} usable)" if (size, room) != (length, budget) else ""
-            raise ValueError(f"row {row} has {length} tokens{padded}, more than train.micro_batch_tokens {budget} (or "
-                             "forward_micro_batch_tokens, whichever is at work); raise it, or drop such rows")
+    room = budget - budget % multiple_of  # more would be padded beyond the budget
+    for row, length in enumerate(lengths):
+        if length > room:
+            usable = f", of which {room} is a multiple of {multiple_of}" if room != budget else ""
+            raise ValueError(f"row {row} has {length} tokens, more than train.micro_batch_tokens {budget} can hold"
+                             f"{usable} (when rows are scored: train.forward_micro_batch_tokens, where given)")
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    return _dealt(_packed(order, lengths, room, dp), lengths, dp)
 
 
 def _packed(order: Sequence[int], sizes: Sequence[int], room: int, dp: int) -> list[list[int]]:
-    """Bins of rows, a multiple of `dp` in number."""
+    """Bins of rows, each filled to `room` at most, a multiple of `dp` in number."""
     dense = _fullest_first(order, sizes, room)
     few, many = max(1, ceil_div(sum(sizes), room * dp)), max(1, ceil_div(len(dense), dp))
     even = None

@@ -12,7 +12,6 @@ from hybridflow.config.command import Command
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 from hybridflow.config.words import AlgorithmName, KLWhere
-from hybridflow.packing import Padding
 
 
 class Role(Enum):
@@ -75,9 +74,9 @@ def ranks_of_replica(layout: LayoutConfig) -> int:
     return layout.tp * layout.cp * layout.pp
 
 
-def padding_of(layout: LayoutConfig) -> Padding:
-    """What the tokens of a micro-batch are padded to in this layout."""
-    return Padding.of(layout.tp, layout.cp, layout.sequence_parallel)
+def token_multiple(layout: LayoutConfig) -> int:
+    """What the tokens of a replica's micro-batch are padded to a multiple of: the same number on all its ranks."""
+    return layout.cp * (layout.tp if layout.sequence_parallel else 1)
 
 
 def generation_layout(config: Config, world_size: int) -> LayoutConfig:

@@ -15,7 +15,7 @@ from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault, listed
 from hybridflow.config.idle import idle_keys
 from hybridflow.config.layout_rules import layout_faults
-from hybridflow.config.layouts import Role, divisors, padding_of, used_roles, written_layout
+from hybridflow.config.layouts import Role, divisors, token_multiple, used_roles, written_layout
 from hybridflow.config.model_schema import ModelSpec
 from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
@@ -121,9 +121,8 @@ def _budget(key: str, tokens: int | None, config: Config, used: Sequence[Role], 
     longest = config.generation.max_new_tokens
     longest += 1 if command is Command.API else config.data.max_prompt_length
     prompt = "a prompt of 1" if command is Command.API else f"data.max_prompt_length {config.data.max_prompt_length}"
-    paddings = [padding_of(written_layout(config, role)) for role in used]
-    needed = max(round_up(padding.padded(longest), padding.total) for padding in paddings)
-    if tokens is not None and any(padding.usable(tokens) < padding.padded(longest) for padding in paddings):
+    needed = max(round_up(longest, token_multiple(written_layout(config, role))) for role in used)
+    if tokens is not None and tokens < needed:
         padded = f", padded to {needed} in its layout" if needed > longest else ""
         yield Fault(key, tokens, f"cannot hold the longest row, {prompt} + generation.max_new_tokens "
                     f"{config.generation.max_new_tokens} = {longest} tokens{padded}", f"choose {needed} or more")

@@ -1,8 +1,8 @@
 """Case 28, short updates, and the table of layouts."""
 
 from hybridflow.config.batch_math import BatchMath, layout_table, scored_at_once, sft_line, trained_at_once
-from hybridflow.config.layouts import Role, generation_layout, padding_of, role_layout, roles
-from hybridflow.packing import MicroBatching, Padding
+from hybridflow.config.layouts import Role, generation_layout, role_layout, roles, token_multiple
+from hybridflow.packing import MicroBatching
 from tests.config.builders import config
 
 CASE_28 = ["data.prompts_per_step=1024", "generation.samples_per_prompt=5", "train.global_batch_size=1280",
@@ -73,7 +73,7 @@ def test_scoring_runs_at_once_what_training_does_where_nothing_else_is_said():
 def test_context_ranks_share_rows_and_do_not_divide_them():
     read = config(*CASE_28, "train.layout.cp=2", "train.layout.sequence_parallel=true")
     assert BatchMath.of(read, 8).dp == 1 and BatchMath.of(read, 16).rollouts_per_replica == 640
-    assert padding_of(read.train.layout) == Padding(row=4, total=4)
+    assert token_multiple(read.train.layout) == 4
 
 
 def test_layouts_are_completed():

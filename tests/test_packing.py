@@ -1,0 +1,114 @@
+"""Cutting rows into micro-batches: a hard cap, balanced, as many on every replica, none lost, the same everywhere."""
+
+import random
+
+import pytest
+
+from hybridflow.packing import Cut, MicroBatching, by_rows, by_tokens, ceil_div, round_up, split_rows
+
+
+def tokens_of(cut: Cut, lengths: list[int]) -> list[list[int]]:
+    """Tokens of each micro-batch of each replica."""
+    return [[sum(lengths[row] for row in rows) for rows in replica] for replica in cut]
+
+
+def draw(kind: str, rows: int, seed: int) -> list[int]:
+    """Lengths of at most 1000, from a distribution called `kind`."""
+    source = random.Random(seed)
+    kinds = {
+        "even": lambda: source.randint(1, 1000),
+        "short": lambda: source.randint(1, 30),
+        "long": lambda: source.randint(501, 1000),  # no two fit together
+        "equal": lambda: 334,  # two fit, three do not
+        "tail": lambda: min(1000, int(20 * source.paretovariate(0.8))),
+        "two": lambda: source.choice((1, 1000)),
+    }
+    return [kinds[kind]() for _ in range(rows)]
+
+
+KINDS = ("even", "short", "long", "equal", "tail", "two")
+
+
+def test_equal_rows_of_which_two_do_not_fit():  # case 9: a soft cap gives one of 14
+    cut = by_tokens([7] * 8, 1, 8)
+    assert tokens_of(cut, [7] * 8) == [[7] * 8]
+    assert tokens_of(by_tokens([7] * 8, 4, 8), [7] * 8) == [[7, 7]] * 4
+
+
+def test_a_row_beyond_the_budget_is_named():  # case 9
+    with pytest.raises(ValueError, match=r"row 2 has 9 tokens.*train\.micro_batch_tokens 8"):
+        by_tokens([3, 8, 9, 1], 2, 8)
+    with pytest.raises(ValueError, match=r"row 0 has 9 tokens.*micro_batch_tokens 10.*of which 8 is a multiple of 4"):
+        by_tokens([9], 1, 10, multiple_of=4)
+
+
+def test_replicas_have_as_many_micro_batches_as_each_other():  # case 10
+    lengths = [8, 8, 8, 8, 32, 32, 8]
+    cut = by_tokens(lengths, 3, 32)
+    assert [len(replica) for replica in cut] == [2, 2, 2]
+    assert sorted(row for replica in cut for rows in replica for row in rows) == list(range(7))
+    assert max(tokens for replica in tokens_of(cut, lengths) for tokens in replica) == 32
+    assert by_tokens([5], 3, 8) == (((0,),), ((),), ((),))
+    assert by_tokens([], 2, 8) == (((),), ((),))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("multiple_of", [1, 8])
+def test_what_every_cut_holds(kind: str, multiple_of: int):
+    worlds = ((1, 1, 1000), (3, 4, 1000), (50, 1, 1003), (50, 4, 1500), (333, 3, 4096))
+    for seed, (rows, dp, budget) in enumerate(worlds):
+        lengths = draw(kind, rows, seed)
+        cut = by_tokens(lengths, dp, budget, multiple_of)
+        assert len(cut) == dp and len({len(replica) for replica in cut}) == 1
+        assert sorted(row for replica in cut for micro_batch in replica for row in micro_batch) == list(range(rows))
+        assert all(list(micro_batch) == sorted(micro_batch) for replica in cut for micro_batch in replica)
+        filled = tokens_of(cut, lengths)
+        assert all(round_up(tokens, multiple_of) <= budget for replica in filled for tokens in replica)
+        assert all(replica == sorted(replica, reverse=True) for replica in filled)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_are_few_and_they_are_balanced(kind: str):
+    for dp, budget in ((1, 2000), (4, 2000), (8, 8000)):
+        lengths = draw(kind, 1000, dp)
+        filled = tokens_of(by_tokens(lengths, dp, budget), lengths)
+        total, halves = sum(lengths), sum(length > budget / 2 for length in lengths)
+        least = max(ceil_div(total, dp * budget), ceil_div(halves, dp))
+        if kind == "equal":  # only whole rows fit
+            least = ceil_div(1000, dp * (budget // 334))
+        slack = 11 / 9 if kind == "long" else 1.05  # three fit only where they are short: the bound is loose
+        assert len(filled[0]) <= least * slack + 1, (kind, dp, budget, len(filled[0]), least)
+        of_replica = [sum(replica) for replica in filled]
+        allowed = min(budget, 0.05 * total / dp + 1000)
+        assert max(of_replica) - min(of_replica) <= allowed, (kind, dp, budget, of_replica)
+        if kind in ("short", "tail"):  # many small rows level out
+            flat = [tokens for replica in filled for tokens in replica]
+            assert max(flat) - min(flat) <= 0.02 * budget, (kind, dp, budget, min(flat), max(flat))
+
+
+def test_the_order_of_rows_changes_only_their_numbers():
+    lengths = draw("even", 40, 5)
+    turned = lengths[::-1]
+    assert tokens_of(by_tokens(lengths, 4, 3000), lengths) == tokens_of(by_tokens(turned, 4, 3000), turned)
+    assert by_tokens(lengths, 4, 3000) == by_tokens(list(lengths), 4, 3000)
+
+
+def test_rows_are_split_in_order():
+    assert split_rows(range(10), 4) == [(0, 1, 2), (3, 4, 5), (6, 7), (8, 9)]
+    assert by_rows(range(10), 4, 2) == (((0, 1), (2,)), ((3, 4), (5,)), ((6, 7),), ((8, 9),))
+    assert by_rows(range(2), 3, 5) == (((0,),), ((1,),), ((),))
+
+
+def test_ten_thousand_rows_do_not_take_a_search():
+    lengths = draw("tail", 10_000, 1)
+    cut = by_tokens(lengths, 16, 1000)
+    assert sum(len(rows) for replica in cut for rows in replica) == 10_000
+
+
+def test_micro_batches_are_of_rows_or_of_tokens():
+    assert MicroBatching(rows=2).cut([9, 9, 9], 1, 4) == (((0, 1), (2,)),)
+    assert MicroBatching(tokens=20).cut([9, 9, 9], 1) == (((0, 2), (1,)),)
+    assert str(MicroBatching(rows=2)) == "2 rows" and str(MicroBatching(tokens=20)) == "20 tokens"
+    for wrong in ({}, {"rows": 1, "tokens": 1}):
+        with pytest.raises(ValueError, match="one of the two"):
+            MicroBatching(**wrong)
