@@ -59,8 +59,10 @@ class ContextCausal:
         rows = from_slots(gathered, self.order)  # [tokens of all rows, 2 kv_heads, head_dim]
         *queries, padding = q.split(self.sizes)
         zeros = torch.zeros_like(padding)
-        if self.num_real == 0:  # backward must still reach queries, keys and values, as on every other rank
-            return zeros + (rows[:0].sum() + padding[:0].sum())
+        if self.num_real == 0:
+            # Backward must reach queries, keys and values as on every other rank, and keep `rows` as attention does:
+            # where kept tensors are made again, every rank gathers again.
+            return zeros + (rows[:0].square().sum() + padding[:0].sum())
         return torch.cat([*self._answers(queries, rows), zeros])
 
     def _answers(self, queries: list[Tensor], rows: Tensor) -> list[Tensor]:

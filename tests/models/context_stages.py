@@ -19,6 +19,7 @@ from hybridflow.models.context_attention import ContextCausal
 from hybridflow.models.decoder import DecoderStage, HeadOutput
 from hybridflow.models.init import init_weights
 from hybridflow.models.layout import chunk_layers
+from hybridflow.models.recompute import Recompute
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.box import Box
 from hybridflow.parallel.collectives import all_reduce
@@ -38,6 +39,7 @@ class Case:
     sequence_parallel: bool = False
     head: Head = Head.LANGUAGE_MODEL
     changes: tuple[tuple[str, object], ...] = ()
+    recompute: Recompute = Recompute.NONE
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def picture(world: World, case: Case) -> Picture:
     config, mesh = model(case.changes), Mesh(Grid.of(case.layout), world)
     chunks = Chunks(case.layout.pp)
     stage = DecoderStage(config, mesh, case.head, chunks=chunks, chunk_layers=chunk_layers(config.num_layers, chunks),
-                         sequence_parallel=case.sequence_parallel, dtype=torch.float64)
+                         sequence_parallel=case.sequence_parallel, dtype=torch.float64, recompute=case.recompute)
     shard_map = decoder_shard_map(config, mesh.grid, case.head)
     init_weights({name: weight.data for name, weight in stage.named_parameters()}, shard_map, world.rank, 7, config)
     part = ContextPart(case.layout.cp, mesh.coord.cp)

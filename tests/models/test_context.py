@@ -7,6 +7,7 @@ import torch
 
 from hybridflow.context import ContextCut
 from hybridflow.models.config import Head
+from hybridflow.models.recompute import Recompute
 from hybridflow.parallel.mesh import Layout
 from tests.models.context_stages import Case, padded_attention, picture, scores
 from tests.ranks import run_ranks
@@ -50,6 +51,17 @@ def test_answers_and_gradients_are_those_of_whole_rows(case: Case):
             first = rank % stage // (case.layout.tp * case.layout.cp) * per_replica
             torch.testing.assert_close(seen.answers, expected.answers[first:first + per_replica], rtol=0, atol=1e-12)
     assert all(bool(mask.all()) for mask in covered.values())
+
+
+@pytest.mark.parametrize("recompute", [Recompute.SELECTIVE, Recompute.FULL])
+@pytest.mark.parametrize("name", ["cp4", "cp4, a row shorter than the group", "tp2 cp2 sp, shared keys", "cp2 pp2"])
+def test_gathering_again_in_backward_changes_nothing(name: str, recompute: Recompute):
+    case = CASES[name]
+    kept = run_ranks(4, picture, case)
+    for seen, expected in zip(run_ranks(4, picture, replace(case, recompute=recompute)), kept):
+        for (box, grad), (like, wanted) in zip(seen.gradients, expected.gradients):
+            assert box == like
+            torch.testing.assert_close(grad, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("layout", [Layout(cp=2), Layout(cp=4), Layout(tp=2, cp=2)], ids=str)
