@@ -69,15 +69,16 @@ class Rows:
     samples: tuple[Sample, ...]
     columns: TokenColumns
 
-    def chunks(self, size: int) -> list[Rows]:
-        """Consecutive runs of at most `size` rows."""
+    def runs(self, sizes: Sequence[int]) -> list[Rows]:
+        """Consecutive runs of these numbers of rows, which add up to all of them."""
         ends = [0, *accumulate(len(sample.response) for sample in self.samples)]
-        chunks = []
-        for start in range(0, len(self.samples), size):
-            stop = min(start + size, len(self.samples))
+        runs, start = [], 0
+        for stop in accumulate(sizes):
             columns = {name: c[ends[start]:ends[stop]] for name, c in self.columns.present().items()}
-            chunks.append(Rows(self.samples[start:stop], TokenColumns(**columns)))
-        return chunks
+            runs.append(Rows(self.samples[start:stop], TokenColumns(**columns)))
+            start = stop
+        assert start == len(self.samples), (sizes, len(self.samples))
+        return runs
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,15 @@ class Batch:
     def num_rows(self) -> int:
         return len(self.response_lengths)
 
+    @cached_property
+    def row_lengths(self) -> tuple[int, ...]:
+        """Prompt and response tokens of every row."""
+        return tuple(p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True))
+
     @property
     def num_tokens(self) -> int:
         """Prompt and response tokens of all rows."""
-        return sum(self.prompt_lengths) + sum(self.response_lengths)
+        return sum(self.row_lengths)
 
     @cached_property
     def is_trained(self) -> tuple[bool, ...]:
@@ -124,13 +130,12 @@ class Batch:
 
     def fetch(self, world: World, rows_of: RowsOfRank, *, with_columns: bool = True) -> Rows:
         """The rows that each rank asks for, with what has been computed for their tokens if wanted. Collective."""
-        lengths = tuple(p + r for p, r in zip(self.prompt_lengths, self.response_lengths))
         ids = torch.tensor([t for s in self.samples for t in (*s.prompt, *s.response)], dtype=torch.int64,
                            device=world.device).unsqueeze(1)
-        ids = move_rows(world, lengths, self.home, rows_of, ids).squeeze(1).tolist()
+        ids = move_rows(world, self.row_lengths, self.home, rows_of, ids).squeeze(1).tolist()
         samples, start = [], 0
         for row in rows_of[world.rank]:
-            middle, end = start + self.prompt_lengths[row], start + lengths[row]
+            middle, end = start + self.prompt_lengths[row], start + self.row_lengths[row]
             samples.append(Sample(tuple(ids[start:middle]), tuple(ids[middle:end])))
             start = end
         return Rows(tuple(samples), self._fetch_columns(world, rows_of) if with_columns else TokenColumns())

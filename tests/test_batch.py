@@ -60,7 +60,7 @@ def check_fetch(world: World) -> list[tuple[int, ...]]:
     wanted = [1, 2] if world.rank < 2 else [3, 0]
     assert rows.samples == tuple(Sample(prompts[row], responses[row]) for row in wanted)
     assert rows.columns.advantages.tolist() == [t for row in wanted for t in responses[row]]
-    assert [len(chunk.columns.advantages) for chunk in rows.chunks(1)] == [len(responses[row]) for row in wanted]
+    assert [len(chunk.columns.advantages) for chunk in rows.runs((1, 1))] == [len(responses[row]) for row in wanted]
     computed = rows.columns.advantages * 2 if world.rank in (1, 2) else torch.empty(0)
     back = batch.deliver(world, ((), (1, 2), (3, 0), ()), computed)
     assert torch.equal(back, columns.advantages * 2)

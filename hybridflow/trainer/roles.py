@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.reduction import GlobalCounts, LossReduction, loss_weights
-from hybridflow.batch import Batch, Rows, RowsOfRank, split_rows
+from hybridflow.batch import Batch, Rows, RowsOfRank
+from hybridflow.context import ContextPart
 from hybridflow.engine.native import ForwardEngine, Loss, Output, TrainEngine, Update
-from hybridflow.micro_batch import MicroBatch
+from hybridflow.micro_batch import MicroBatch, reassemble
 from hybridflow.models.decoder import HeadOutput
+from hybridflow.packing import MicroBatching
 from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.mesh import everyone
 from hybridflow.parallel.pipeline import Lane
@@ -35,11 +37,23 @@ class Reduction:
         return loss_weights(self.kind, mask, lengths, counts, constant_length=self.constant_length, dtype=mask.dtype)
 
 
-class ScoringRole:
-    """A role that answers: the base of all. `rows_at_once` is a replica's micro-batch when it only scores."""
+@dataclass(frozen=True)
+class Share:
+    """Who runs which rows of a batch, and how many of them this rank runs at once.
 
-    def __init__(self, engine: ForwardEngine, rows_at_once: int, lane: Lane | None = None) -> None:
-        self.engine, self.rows_at_once, self.lane = engine, rows_at_once, lane
+    `sizes` are the rows of each of this rank's micro-batches, in order, 0 where it only joins the others. Example: rank
+    0 of two replicas with `rows_of` ((4, 0, 2), (1, 3)) and `sizes` (2, 1) runs rows 4 and 0, then row 2.
+    """
+
+    rows_of: RowsOfRank
+    sizes: tuple[int, ...]
+
+
+class ScoringRole:
+    """A role that answers: the base of all. `at_once` is what a replica runs at once when it only scores."""
+
+    def __init__(self, engine: ForwardEngine, at_once: MicroBatching | int, lane: Lane | None = None) -> None:
+        self.engine, self.scoring, self.lane = engine, micro_batching(at_once), lane
 
     @property
     def world(self) -> World:
@@ -47,43 +61,57 @@ class ScoringRole:
 
     def answer_tokens(self, batch: Batch) -> Tensor:
         """What the model says of each response token, brought home: `[response tokens of my home rows]`. Collective."""
-        wanted = self.rows_of(range(batch.num_rows))
-        rows = batch.fetch(self.world, wanted, with_columns=False)
-        outputs = self.engine.forward(self._packed(rows, self.rows_at_once), self.lane)
-        mine = [values(output) for output in outputs]
-        answers = torch.cat(mine) if mine else self._nothing()
-        return batch.deliver(self.world, self._answering(wanted), answers)
+        share = self.share(range(batch.num_rows), batch.row_lengths, self.scoring)
+        rows = batch.fetch(self.world, share.rows_of, with_columns=False)
+        answers = self._answers([self._pack(run) for run in rows.runs(share.sizes)])
+        return batch.deliver(self.world, self._answering(share.rows_of), answers)
 
     def score_rows(self, batch: Batch) -> Tensor:
         """What a score head says at each row's last token: `[rows]` fp64, the same on every rank. Collective."""
-        wanted = self.rows_of(range(batch.num_rows))
-        rows = batch.fetch(self.world, wanted, with_columns=False)
-        micro_batches = [MicroBatch.pack_last_tokens(chunk.samples, device=self.engine.mesh.device,
-                                                     multiple_of=self.engine.token_multiple)
-                         for chunk in rows.chunks(self.rows_at_once) or [rows]]
-        outputs = self.engine.forward(micro_batches, self.lane)
+        share = self.share(range(batch.num_rows), batch.row_lengths, self.scoring)
+        rows = batch.fetch(self.world, share.rows_of, with_columns=False)
+        answers = self._answers([
+            MicroBatch.pack_last_tokens(run.samples, device=self.engine.mesh.device,
+                                        multiple_of=self.engine.token_multiple, cp=self._part)
+            for run in rows.runs(share.sizes)])
         scores = torch.zeros(batch.num_rows, dtype=torch.float64, device=self.engine.mesh.device)
-        if self.engine.answers:
-            scores[list(wanted[self.world.rank])] = torch.cat([values(output) for output in outputs]).double()
+        if self.engine.answers and self._part.index == 0:
+            scores[list(share.rows_of[self.world.rank])] = answers.double()
         return sum_over_world(scores, self.world)
 
-    def rows_of(self, rows: Sequence[int]) -> RowsOfRank:
-        """The rows that each rank of the world runs: its replica's consecutive share."""
-        grid = self.engine.mesh.grid
-        shares = split_rows(rows, grid.layout.dp)
-        return tuple(shares[grid.coord(rank).dp] for rank in range(self.world.size))
+    def share(self, rows: Sequence[int], lengths: Sequence[int], at_once: MicroBatching) -> Share:
+        """Cut `rows` of these lengths over replicas and micro-batches; every rank finds the same.
+
+        Raises:
+            ValueError: a row is longer than the budget of tokens.
+        """
+        grid, layout = self.engine.mesh.grid, self.engine.mesh.layout
+        cut = at_once.cut(lengths, layout.dp, self.engine.token_multiple * layout.cp)
+        of_replica = [tuple(rows[place] for micro_batch in replica for place in micro_batch) for replica in cut]
+        return Share(tuple(of_replica[grid.coord(rank).dp] for rank in range(self.world.size)),
+                     tuple(len(micro_batch) for micro_batch in cut[self.engine.mesh.coord.dp]))
 
     def _answering(self, rows_of: RowsOfRank) -> RowsOfRank:
-        """The same rows, on the last stage only: where answers are after a forward."""
+        """The same rows, on the stage with the head only: where answers are after a forward."""
         grid = self.engine.mesh.grid
-        last = grid.layout.pp - 1
-        return tuple(rows if grid.coord(rank).pp == last else () for rank, rows in enumerate(rows_of))
+        head_stage = grid.layout.pp - 1
+        return tuple(rows if grid.coord(rank).pp == head_stage else () for rank, rows in enumerate(rows_of))
 
-    def _packed(self, rows: Rows, at_once: int) -> list[MicroBatch]:
-        """Micro-batches of `rows`; a replica without rows gets one without targets, to join every collective."""
-        return [MicroBatch.pack(chunk.samples, chunk.columns, device=self.engine.mesh.device,
-                                multiple_of=self.engine.token_multiple)
-                for chunk in rows.chunks(at_once) or [rows]]
+    def _answers(self, micro_batches: list[MicroBatch]) -> Tensor:
+        """One number for each target of whole rows on the stage with the head, none on the others."""
+        outputs = self.engine.forward(micro_batches, self.lane)
+        mine = [reassemble(values(output), micro_batch, self.engine.mesh.cp)
+                for output, micro_batch in zip(outputs, micro_batches)]
+        return torch.cat(mine) if mine else self._nothing()
+
+    def _pack(self, rows: Rows) -> MicroBatch:
+        """My context rank's part of `rows`; without rows one without targets, to join every collective."""
+        return MicroBatch.pack(rows.samples, rows.columns, device=self.engine.mesh.device,
+                               multiple_of=self.engine.token_multiple, cp=self._part)
+
+    @property
+    def _part(self) -> ContextPart:
+        return ContextPart(self.engine.mesh.cp.size, self.engine.mesh.cp.index)
 
     def _nothing(self) -> Tensor:
         dtype = torch.promote_types(self.engine.options.dtype, torch.float32)
@@ -91,33 +119,43 @@ class ScoringRole:
 
 
 class TrainedRole(ScoringRole):
-    """A role that learns: actor, critic, or a model in supervised training."""
+    """A role that learns: actor, critic, or a model in supervised training. `learned_at_once` is what a replica runs at
+    once in an optimizer step: memory and speed, nothing else.
+    """
 
-    def __init__(self, engine: TrainEngine, rows_at_once: int, micro_batch_size: int, reduction: Reduction,
-                 lane: Lane | None = None) -> None:
-        super().__init__(engine, rows_at_once, lane)
+    def __init__(self, engine: TrainEngine, at_once: MicroBatching | int, learned_at_once: MicroBatching | int,
+                 reduction: Reduction, lane: Lane | None = None) -> None:
+        super().__init__(engine, at_once, lane)
         self.trainer = engine
-        self.micro_batch_size, self.reduction = micro_batch_size, reduction
+        self.training, self.reduction = micro_batching(learned_at_once), reduction
 
     def update(self, batch: Batch, rows: Sequence[int], loss: Loss) -> Update:
         """One optimizer step on `rows` of the batch, which may be ragged over replicas. Collective."""
-        share = self.rows_of(rows)
+        share = self.share(rows, [batch.row_lengths[row] for row in rows], self.training)
         lengths = [batch.response_lengths[row] for row in rows if batch.is_trained[row]]
-        return self.learn(batch.fetch(self.world, share), response_counts(lengths), loss)
+        return self.learn(batch.fetch(self.world, share.rows_of), share.sizes, response_counts(lengths), loss)
 
-    def learn(self, mine: Rows, counts: GlobalCounts, loss: Loss) -> Update:
+    def learn(self, mine: Rows, sizes: Sequence[int], counts: GlobalCounts, loss: Loss) -> Update:
         """One optimizer step on this replica's rows; `counts` are those of all replicas. Collective.
 
         Tokens are trained where `loss_mask` says so, all where it is None. Where nothing is trained anywhere the step
         is skipped, and that is counted.
+
+        Args:
+            sizes: rows of each micro-batch, as in `Share`.
         """
         lengths = tuple(len(sample.response) for sample in mine.samples)
         mask = mine.columns.loss_mask
         mask = self._nothing().new_ones(sum(lengths)) if mask is None else mask
         weight = self.reduction.weights(mask, lengths, counts)
         weighted = Rows(mine.samples, mine.columns.with_columns(weight=weight))
-        return self.trainer.train(self._packed(weighted, self.micro_batch_size), loss, skip=counts.tokens == 0,
+        return self.trainer.train([self._pack(run) for run in weighted.runs(sizes)], loss, skip=counts.tokens == 0,
                                   trace=self.lane)
+
+
+def micro_batching(at_once: MicroBatching | int) -> MicroBatching:
+    """A number alone is one of rows."""
+    return MicroBatching(rows=at_once) if isinstance(at_once, int) else at_once
 
 
 def response_counts(response_lengths: Sequence[int]) -> GlobalCounts:

@@ -40,12 +40,13 @@ class SupervisedTrainer:
     def step(self, examples: Sequence[SftExample]) -> dict[str, float]:
         """One optimizer step on `examples`, the same on every rank."""
         with self.timer.step(), self.timer.phase(Phase.UPDATE_ACTOR):
-            share = self.actor.rows_of(range(len(examples)))[self.world.rank]
-            samples = tuple(Sample(examples[row].prompt_ids, examples[row].response_ids) for row in share)
-            counts = response_counts([len(example.response_ids) for example in examples])
-            update = self.actor.learn(Rows(samples, TokenColumns()), counts, _loss)
+            samples = [Sample(example.prompt_ids, example.response_ids) for example in examples]
+            share = self.actor.share(range(len(samples)), [sample.length for sample in samples], self.actor.training)
+            mine = Rows(tuple(samples[row] for row in share.rows_of[self.world.rank]), TokenColumns())
+            counts = response_counts([len(sample.response) for sample in samples])
+            update = self.actor.learn(mine, share.sizes, counts, _loss)
         metrics = self.timer.take()
-        tokens = sum(len(example.prompt_ids) + len(example.response_ids) for example in examples)
+        tokens = sum(sample.length for sample in samples)
         return metrics | {"sft/loss": finish_metrics(update.sums)["supervised_loss"],
                           "sft/grad_norm": update.step.grad_norm, "sft/lr": update.step.lr,
                           "train/skipped_steps": float(self.actor.trainer.optimizer.num_skipped),
