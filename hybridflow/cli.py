@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from types import ModuleType
 
 from hybridflow import __version__
 from hybridflow.config.check import checked_config
@@ -29,6 +30,7 @@ HELP = {
     Command.GENERATE: "answer held-out prompts and print the answers",
     Command.EXPORT: "write the model in Hugging Face's format",
 }
+TOOLS = ("schedule",)  # commands with options of their own: each module has HELP, EPILOGUE, add_arguments and run
 EPILOGUE = """\
 one process:       python -m hybridflow train configs/ppo_tiny.yaml
 four processes:    torchrun --standalone --nproc-per-node 4 -m hybridflow train configs/ppo_tiny.yaml
@@ -39,7 +41,7 @@ every key:         python -m hybridflow keys
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0; 2 for a fault in the command line, launch or config; 130."""
-    arguments = parser().parse_args(argv)
+    arguments = parsed(argv)
     try:
         return run(arguments)
     except KeyboardInterrupt:
@@ -57,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(describe())
         return 0
+    if arguments.command in TOOLS:
+        return _tool(arguments.command).run(arguments)
     command = Command(arguments.command)
     try:
         place = launched_place(os.environ)
@@ -77,6 +81,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a command line, on which options may stand anywhere, also before a `key=value`."""
+    top = parser()
+    arguments, rest = top.parse_known_args(argv)
+    if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line of every command."""
     top = argparse.ArgumentParser(prog="hybridflow", epilog=EPILOGUE, formatter_class=argparse.RawTextHelpFormatter,
@@ -88,9 +103,17 @@ def parser() -> argparse.ArgumentParser:
                                   formatter_class=argparse.RawTextHelpFormatter)
         one.add_argument("config", metavar="CONFIG", help="YAML file; it names only what differs from the defaults")
         one.add_argument("overrides", nargs="*", metavar="key=value", help="keys that differ from the file")
+    for tool in TOOLS:
+        module = _tool(tool)
+        module.add_arguments(commands.add_parser(tool, help=module.HELP, description=module.HELP,
+                                                 epilog=module.EPILOGUE, formatter_class=argparse.RawTextHelpFormatter))
     commands.add_parser("keys", help="print every key of a config with its default and meaning")
     commands.add_parser("metrics", help="print every metric of a run with its unit and meaning")
     return top
+
+
+def _tool(name: str) -> ModuleType:
+    return importlib.import_module(f"hybridflow.commands.{name}")
 
 
 def report(error: ValueError, rank: int) -> None:

@@ -20,7 +20,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hybridflow.parallel.schedules.actions import COMPUTE, Action, Kind
+from hybridflow.parallel.schedules.actions import Action, Kind
 from hybridflow.parallel.schedules.timeline import Span, Timeline
 
 COLOURS = {Kind.F: "#2f6db3", Kind.B: "#c8503c", Kind.W: "#3a8f5c", Kind.REDUCE: "#7b5ea7", Kind.STEP: "#2b2f33",
@@ -64,7 +64,8 @@ def draw(path: Path, title: str, panels: Sequence[Panel], clock: Clock = Clock.S
     """Draw timelines below each other, on one time scale that starts with the first computation of each.
 
     F, B and W are cells with the number of their micro-batch where it fits, lighter for a stage's later chunks; reduces
-    are flat bars under them, since they run beside; what stays grey is idle.
+    are flat bars under them, since they run beside; what stays grey is idle. Beside each lane stands its idle part of
+    the makespan, and the most micro-batches whose activations the stage holds at once (all of its chunks count as one).
 
     Raises:
         ValueError: `path` ends neither in .svg nor in .png.
@@ -132,19 +133,20 @@ def _draw_panel(ax: Axes, panel: Panel, scale: _Scale) -> None:
     words = f"{panel.name}: bubble {100 * timeline.bubble_fraction:.1f} %, " \
             f"{f'{scale.factor * timeline.makespan:.4g} {short}'.strip()} from first to last computation"
     ax.set_title(words, loc="left", fontsize=10, color=INK, pad=6)
-    peaks = timeline.peak_activations()
     for stage in range(timeline.num_stages):
         ax.broken_barh([(0, scale.factor * timeline.makespan)], (stage - TALL / 2, TALL), facecolors=IDLE, lw=0)
         _draw_lane(ax, timeline, stage, scale)
         idle = timeline.idle[stage] / timeline.makespan if timeline.makespan else 0.0
-        ax.text(1.008, stage, f"idle {100 * idle:.0f} %, holds {peaks[stage]:.3g}", fontsize=8, color=INK, va="center",
+        chunks = _chunks(timeline, stage)
+        peak = timeline.peak_activations(1 / len(chunks))[stage] if chunks else 0.0
+        ax.text(1.008, stage, f"idle {100 * idle:.0f} %, holds {peak:.3g}", fontsize=8, color=INK, va="center",
                 transform=ax.get_yaxis_transform())
 
 
 def _draw_lane(ax: Axes, timeline: Timeline, stage: int, scale: _Scale) -> None:
     """The cells of one stage: one collection for each colour, so that thousands of cells stay fast."""
     spans = [span for span in timeline.stages[stage] if span.action.kind in COLOURS]
-    chunks = sorted({span.action.chunk for span in spans if span.action.chunk is not None})
+    chunks = _chunks(timeline, stage)
     cells: dict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in spans:
         colour, flat = _colour(span.action, chunks), span.action.kind in (Kind.REDUCE, Kind.RESHARD)
@@ -158,6 +160,11 @@ def _draw_lane(ax: Axes, timeline: Timeline, stage: int, scale: _Scale) -> None:
         edge = {"edgecolors": "white", "lw": min(0.6, 0.12 * narrowest)} if narrowest else \
             {"edgecolors": colour, "lw": 1.2}  # what takes no time is a line
         ax.broken_barh(bars, (low, height), facecolors=colour, zorder=3 if flat else 2, **edge)
+
+
+def _chunks(timeline: Timeline, stage: int) -> list[int]:
+    """The chunks of a stage, in the order of the model."""
+    return sorted({span.action.chunk for span in timeline.compute(stage) if span.action.chunk is not None})
 
 
 def _write_number(ax: Axes, span: Span, centre: tuple[float, float], points: float, colour: str) -> None:
@@ -192,14 +199,10 @@ def _legend(panels: Sequence[Panel]) -> list[Patch]:
     if Kind.W not in kinds:
         names[Kind.B] = "backward, with weight gradients"
     patches = [Patch(facecolor=COLOURS[kind], label=name) for kind, name in names.items() if kind in kinds]
-    if kinds & set(COMPUTE) and _max_chunks(panels) > 1:
+    patches.append(Patch(facecolor=IDLE, label="idle"))
+    if any(len(_chunks(panel.timeline, stage)) > 1 for panel in panels for stage in range(panel.timeline.num_stages)):
         patches.append(Patch(facecolor="none", label="(lighter: a stage's later chunks)"))
-    return [*patches, Patch(facecolor=IDLE, label="idle")]
-
-
-def _max_chunks(panels: Sequence[Panel]) -> int:
-    return max(len({span.action.chunk for span in panel.timeline.compute(stage)})
-               for panel in panels for stage in range(panel.timeline.num_stages))
+    return patches
 
 
 def _dress(ax: Axes, timeline: Timeline) -> None:

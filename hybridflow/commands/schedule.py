@@ -1,0 +1,141 @@
+"""`hybridflow schedule`: what the pipeline schedule of a config will do, simulated, compared and drawn.
+
+Needs neither the other ranks nor the files that a run reads, so that a cluster's job can be planned on a laptop. Owns
+the options of this command and the numbers that it starts from; `schedule_report` does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from math import inf, lcm
+from pathlib import Path
+
+from hybridflow.config.batch_math import BatchMath
+from hybridflow.config.command import Command
+from hybridflow.config.faults import require_none
+from hybridflow.config.layouts import ranks_of_replica, used_roles, written_layout
+from hybridflow.config.load import read_tree, typed
+from hybridflow.config.schema import Config, SftConfig
+from hybridflow.config.validate import validate
+from hybridflow.packing import ceil_div
+from hybridflow.parallel.schedules.builders import ScheduleKind
+from hybridflow.parallel.schedules.chunks import Chunks
+
+HELP = "simulate, compare and draw the pipeline schedule of a config"
+EPILOGUE = """\
+a schedule in numbers:    python -m hybridflow schedule configs/ppo_7b.yaml
+draw another one:         ... --draw out.svg train.schedule=zb-h1 train.layout.pp=4
+with measured costs:      ... --costs 10,10,8 --micro-batches 16
+beside a traced run:      python -m hybridflow schedule runs/x/config.yaml --trace runs/x/trace.json --draw out.png
+"""
+EXIT_FAULT = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of a training run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys that differ from the file")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the schedule as .svg or .png")
+    parser.add_argument("--text", action="store_true", help="print the schedule, a line for each stage")
+    parser.add_argument("--world", type=_count, metavar="N",
+                        help="ranks of the run; else as few as the layouts need (dp 1 where it is null)")
+    parser.add_argument("--micro-batches", type=_count, metavar="M",
+                        help="micro-batches of one replica in one update; else as the config has it")
+    parser.add_argument("--costs", type=_costs, metavar="F,B,W[,MESSAGE]",
+                        help="milliseconds that one micro-batch takes in a stage: forward, backward, gradients of\n"
+                             "matrices; and that one message takes on a link. Without it F, B and W count 1 each")
+    parser.add_argument("--trace", type=Path, metavar="FILE",
+                        help="trace.json of a run of this config: draws its last update below the simulated one,\n"
+                             "which takes its costs from there unless --costs are given")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Report on the schedule of a config. Returns 0, or 2 for faults, which are printed."""
+    try:
+        plan = Plan.of(arguments)
+        from hybridflow.commands.schedule_report import report  # brings matplotlib, which faults must not wait for
+
+        print(report(plan, arguments.costs, arguments.trace, arguments.draw, with_text=arguments.text))
+    except ValueError as error:  # of the config, the trace, or the name of the picture
+        print(error, file=sys.stderr, flush=True)
+        return EXIT_FAULT
+    return 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be simulated. Example: `Plan.of(arguments).schedule.num_micro_batches == 8`.
+
+    Attributes:
+        num_micro_batches: of one replica in one update.
+        at_most: whether their number was worked out from the longest rows, and may be lower.
+    """
+
+    config: Config
+    world_size: int
+    kind: ScheduleKind
+    chunks: Chunks
+    num_micro_batches: int
+    at_most: bool
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Plan:
+        """Check the config, and derive the numbers.
+
+        Raises:
+            ConfigError: what is wrong with the config as it stands, whatever files it names.
+        """
+        config, world_size = _checked(arguments)
+        kind, layout = ScheduleKind(config.train.schedule.value), config.train.layout
+        exact = BatchMath.of(config, world_size).micro_batches if arguments.micro_batches is None \
+            else arguments.micro_batches
+        return cls(config, world_size, kind, kind.chunks(layout.pp, layout.vpp),
+                   exact or _most_micro_batches(config, world_size), exact is None)
+
+
+def _checked(arguments: argparse.Namespace) -> tuple[Config, int]:
+    """The config, and the number of ranks: every check of a training run but those of files and models."""
+    tree, faults = read_tree(arguments.config, arguments.overrides)
+    config, typing_faults = typed(tree)
+    command = Command.TRAIN if config.sft == SftConfig() else Command.SFT
+    world_size = _least_world(config, command) if arguments.world is None else arguments.world
+    found = faults + typing_faults
+    reported = {fault.key for fault in found}
+    require_none(arguments.config,
+                 [*found, *(fault for fault in validate(config, world_size, command) if fault.key not in reported)])
+    return config, world_size
+
+
+def _least_world(config: Config, command: Command) -> int:
+    """The fewest ranks that all layouts fit on; exactly those of train.layout where it gives dp."""
+    train = config.train.layout
+    if train.dp is not None:
+        return max(1, ranks_of_replica(train) * train.dp)
+    replicas = [ranks_of_replica(written_layout(config, role)) for role in used_roles(config, command)]
+    return lcm(*(max(1, ranks) for ranks in (*replicas, config.generation.layout.tp)))
+
+
+def _most_micro_batches(config: Config, world_size: int) -> int:
+    """Where a budget of tokens makes micro-batches: their number if all rows had the greatest length."""
+    budget, longest = config.train.micro_batch_tokens, config.data.max_prompt_length + config.generation.max_new_tokens
+    assert budget is not None
+    return ceil_div(BatchMath.of(config, world_size).rollouts_per_replica, max(1, budget // longest))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
+def _costs(text: str) -> tuple[float, ...]:
+    """Milliseconds as seconds."""
+    try:
+        values = tuple(float(word) / 1e3 for word in text.split(","))
+    except ValueError:
+        values = ()
+    if len(values) not in (3, 4) or not all(0 <= value < inf for value in values) or not sum(values[:3]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not three or four times in milliseconds, such as 10,10,8,0.1")
+    return values

@@ -1,0 +1,130 @@
+"""`hybridflow schedule`: the numbers it prints, what it refuses, and that it needs no ranks, no torch, no files."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridflow import cli
+from hybridflow.observe.trace import TraceCategory, TraceEvent
+from hybridflow.observe.trace_file import write_trace
+from hybridflow.parallel.schedules.builders import ScheduleKind
+from hybridflow.parallel.schedules.simulate import Costs, simulate
+from hybridflow.parallel.schedules.training import build
+
+ROOT = Path(__file__).parents[2]
+BASE = """
+model: {spec: {num_layers: 8, num_heads: 4}, tokenizer: missing.model}
+train: {global_batch_size: 64, micro_batch_size: 4, layout: {tp: 2, pp: 4, dp: 2}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(BASE)
+    return str(path)
+
+
+def said(capsys, *arguments):
+    assert cli.main(["schedule", *arguments]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def row(text, kind):
+    """The cells of a schedule's line in the comparison, the mark of the config's own first."""
+    line = next(line for line in text.splitlines() if f" {kind} " in line and "%" in line)
+    return line[0].strip(), line[1:].split()
+
+
+def test_numbers_bubble_and_held_activations(config, capsys):
+    text = said(capsys, config)
+    assert "tp 2 x pp 4 x dp 2, 16 ranks" in text
+    assert "64 rows per update, 32 per replica (dp 2), 8 micro-batches of 4" in text
+    assert "simulated: 1f1b with 4 stages of 1 chunk, 8 micro-batches" in text
+    assert row(text, "1f1b") == ("*", ["1f1b", "1", "27.3", "%", "33", "4", "3", "2", "1"])
+    assert row(text, "gpipe") == ("", ["gpipe", "1", "27.3", "%", "33", "8", "8", "8", "8"])
+    assert row(text, "interleaved")[1][:5] == ["interleaved", "2", "15.8", "%", "28.5"]  # 3 / (2 x 8 + 3)
+    assert "Bubble: simulated 27.3 % of the time" in text
+
+
+def test_costs_world_and_micro_batches_can_be_given(config, capsys):
+    text = said(capsys, config, "train.layout.dp=null", "--world", "8", "--micro-batches", "4", "--costs", "10,6,4,0.5")
+    assert "pp 4 x dp 1, 8 ranks" in text and "4 micro-batches\n" in text
+    assert "time (ms)" in text and row(text, "1f1b")[1][4] == "145"  # by hand: 140, and 10 messages are waited for
+    assert "tp 2 x pp 4 x dp 1, 8 ranks" in said(capsys, config, "train.layout.dp=null")
+
+
+def test_options_may_stand_before_keys(config, capsys):
+    between = said(capsys, config, "train.layout.pp=2", "--micro-batches", "3", "train.layout.dp=1")
+    assert "tp 2 x pp 2 x dp 1, 4 ranks" in between and "3 micro-batches\n" in between
+    with pytest.raises(SystemExit):
+        cli.main(["schedule", config, "--micro-batches", "3", "--lr", "1"])
+    assert "unrecognized arguments: --lr 1" in capsys.readouterr().err
+
+
+def test_layers_too_few_for_chunks_leave_schedules_out(config, capsys):
+    text = said(capsys, config, "model.spec.num_layers=4")
+    assert " interleaved " not in text and " gpipe " in text
+    assert " gpipe " not in said(capsys, config, "train.layout.pp=1")  # one stage has no choice
+
+
+def test_a_budget_of_tokens_bounds_the_micro_batches(config, capsys):
+    text = said(capsys, config, "train.micro_batch_tokens=1000", "train.micro_batch_size=8")
+    # 32 rows of at most 256 + 64 tokens: 3 at least fit
+    assert "at most 11 micro-batches" in text
+
+
+def test_the_text_is_the_schedule(config, capsys):
+    text = said(capsys, config, "train.layout.pp=2", "--micro-batches", "1", "--text")
+    assert "stage 0: RECV_B0.0 F0.0 SEND_F0.0 B0.0 STEP\nstage 1: RECV_F0.1 F0.1 B0.1 SEND_B0.1 STEP\n" in text
+
+
+def test_it_draws_and_sets_measured_beside_simulated(config, tmp_path, capsys):
+    kind = ScheduleKind.ONE_F_ONE_B
+    made = build(kind, kind.chunks(4, 1), 3)
+    timeline = simulate(made, Costs(0.01, 0.01, 0.01, step=0.01))
+    phase = TraceEvent("update_actor", TraceCategory.PHASES, 0, 10**9)
+    events = {stage: [phase, *(TraceEvent(str(s.action), TraceCategory.PIPELINE, round(s.start * 1e9) + place,
+                                          round(s.duration * 1e9)) for place, s in enumerate(spans))]
+              for stage, spans in enumerate(timeline.stages)}
+    trace, picture = tmp_path / "trace.json", tmp_path / "out.svg"
+    write_trace(events, trace, {stage: f"tp 0, dp 0, pp {stage}" for stage in range(4)})
+    text = said(capsys, config, "--trace", str(trace), "--draw", str(picture))
+    assert "3 micro-batches\n" in text
+    assert "Bubble: simulated 50.0 %, measured 50.0 % of the time" in text and f"Drawn in {picture}" in text
+    assert picture.read_text().startswith("<?xml") and "measured: bubble 50.0 %" in picture.read_text()
+
+
+@pytest.mark.parametrize(("arguments", "word"), [
+    (["train.layout.tp=3", "--world", "8"], "train.layout.tp = 3: world size 8 cannot be cut in tp 3"),
+    (["train.schedule=zigzag"], "train.schedule = zigzag"),
+    (["--trace", "no/trace.json"], "no/trace.json: cannot be read"),
+    (["--draw", "out.pdf"], "a schedule is drawn as .svg or .png"),
+])
+def test_faults_end_with_2(config, arguments, word, capsys):
+    assert cli.main(["schedule", config, *arguments]) == 2
+    got = capsys.readouterr()
+    assert word in got.err and got.out == "" and not Path("out.pdf").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--costs", "1,2"], ["--costs", "a,b,c"], ["--costs", "0,0,0"], ["--world", "0"],
+                                       ["--micro-batches", "-1"]])
+def test_a_wrong_option_ends_with_2(config, arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["schedule", config, *arguments])
+    assert ended.value.code == 2 and arguments[1] in capsys.readouterr().err
+
+
+def test_it_loads_no_torch_and_needs_no_launch(config):
+    code = ("import sys; from hybridflow.cli import main; code = main(sys.argv[1:]); "
+            "print(code, 'torch' in sys.modules)")
+    ended = subprocess.run([sys.executable, "-c", code, "schedule", config], cwd=ROOT, capture_output=True, text=True,
+                           timeout=120)
+    assert ended.stdout.endswith("0 False\n"), ended.stderr
+
+
+def test_the_shipped_configs_have_a_schedule(capsys):
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        assert "Bubble: simulated" in said(capsys, str(path)), path
