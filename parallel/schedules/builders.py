@@ -9,6 +9,7 @@ from enum import Enum
 
 from hybridflow.parallel.schedules.actions import Action, Kind, Schedule
 from hybridflow.parallel.schedules.chunks import ChunkOrder, Chunks
+from hybridflow.parallel.schedules.zero_bubble import zb_h1, zb_v
 
 
 class ScheduleKind(Enum):
@@ -81,7 +82,7 @@ def interleaved(chunks: Chunks, m: int) -> Schedule:
     for stage in range(pp):
         forwards = [Action(Kind.F, i, part * pp + stage) for i, part in slots]
         backwards = [Action(Kind.B, i, (vpp - 1 - part) * pp + stage) for i, part in slots]
-        full = _in_turn(forwards, backwards, 2 * (pp - stage - 1) + (vpp - 1) * pp)
+        full = _in_turn(forwards, backwards, _warm_up(chunks, stage))
         stages.append(tuple(action for action in full if action.index is not None and action.index < m))
     return Schedule(chunks, m, tuple(stages))
 
@@ -110,16 +111,36 @@ def forward_only(chunks: Chunks, m: int) -> Schedule:
     return Schedule(chunks, m, tuple(tuple(actions) for actions in stages))
 
 
+def activation_bound(kind: ScheduleKind, chunks: Chunks, m: int) -> tuple[int, ...]:
+    """For each stage the most activations that the schedule promises to hold, as `check.peak_in_flight` counts them."""
+    pp, stages = chunks.pp, range(chunks.pp)
+    full = m * chunks.vpp
+    if kind is ScheduleKind.GPIPE:
+        return (full,) * pp
+    if kind is ScheduleKind.ONE_F_ONE_B:
+        return tuple(min(pp - stage, full) for stage in stages)
+    if kind is ScheduleKind.INTERLEAVED:
+        return tuple(min(_warm_up(chunks, stage) + 1, full) for stage in stages)
+    return (min(pp * chunks.vpp, full),) * pp
+
+
 BUILDERS = {
     ScheduleKind.GPIPE: gpipe,
     ScheduleKind.ONE_F_ONE_B: one_f_one_b,
     ScheduleKind.INTERLEAVED: interleaved,
+    ScheduleKind.ZB_H1: zb_h1,
+    ScheduleKind.ZB_V: zb_v,
 }
 
 
 def _check(m: int) -> None:
     if m < 1:
         raise ValueError(f"a schedule needs at least one micro-batch, got {m}")
+
+
+def _warm_up(chunks: Chunks, stage: int) -> int:
+    """Forwards of an interleaved stage before its first backward."""
+    return 2 * (chunks.pp - stage - 1) + (chunks.vpp - 1) * chunks.pp
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
