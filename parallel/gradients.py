@@ -1,135 +1,25 @@
 """Main gradients: where every backward of an optimizer step adds up, in fp32 at least.
 
-Owns the flat buffers of parameters and gradients, the hooks that fill them, and their one reduction after the last
-backward. It never divides (losses carry their global weights, so every reduction is a sum) and never steps.
+Owns the hooks that fill the buckets, and their one reduction, which starts inside the last backward. It never divides
+(losses carry their global weights, so every reduction is a sum) and never steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from hybridflow.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from hybridflow.parallel.buckets import SHARDED, GradSync, Slot, make_buckets
+from hybridflow.parallel.collectives import Pending, all_reduce
+from hybridflow.parallel.comm_hook import CommHook, GradBucket, hook_for
 from hybridflow.parallel.mesh import AxisGroup
+from hybridflow.parallel.state_map import FlatLayout, FlatPlace, StateKind, storage_name
+from hybridflow.parallel.weight_grads import WeightGrads, attach
 
-ALIGNMENT = 32  # elements: every shard starts on a 128-byte line in fp32
-PIECE = 1 << 24  # elements of a bucket in one collective that needs a copy: bounds the extra memory to some 64 MiB
-
-
-@dataclass(frozen=True)
-class GradSync:
-    """What one parameter's gradient needs besides the sum over data-parallel ranks.
-
-    Attributes:
-        groups: its gradient is summed over each of these too: tp for norms under sequence parallelism and for q/k
-            norms, the block of ranks that replicate a key-value head, the first and last stage for tied embeddings.
-            All ranks of such a group list the same parameters, in the same order, with the same shapes.
-        counted: whether this rank counts it in the gradient norm; exactly one of the ranks that hold a copy does.
-    Example: `GradSync(groups=(mesh.tp,), counted=mesh.tp.index == 0)` for a norm under sequence parallelism.
-    """
-
-    groups: tuple[AxisGroup, ...] = ()
-    counted: bool = True
-
-
-SHARDED = GradSync()  # a parameter of which every rank of the replica holds a different part
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where a parameter lies in its bucket: elements `[start, end)`. Unused elements are alignment."""
-
-    name: str
-    start: int
-    end: int
-    counted: bool
-
-
-class Bucket:
-    """Parameters of one dtype that share weight decay and reductions, flat, with their gradients.
-
-    One bucket for each kind keeps its layout equal on all ranks that hold copies of its parameters. Sums then run in
-    the same order on each of them, and copies stay equal bit for bit.
-
-    Attributes:
-        params: `[size]` in the parameters' dtype; the parameters are views of it.
-        grads: `[size]` in fp32 (fp64 for fp64 parameters).
-        decay: whether weight decay applies (matrices only, as in Megatron-LM).
-        start, end: the elements whose reduced gradient this rank has: its equal share of the data-parallel group, or
-            everything where gradients are not sharded.
-    """
-
-    def __init__(
-        self, named: list[tuple[str, nn.Parameter]], syncs: Mapping[str, GradSync], decay: bool, dp: AxisGroup,
-        shard_over_dp: bool,
-    ) -> None:
-        first = named[0][1]
-        self.decay = decay
-        self.groups = syncs[named[0][0]].groups
-        self.slots = _place(named, syncs)
-        size = _round_up(self.slots[-1].end, dp.size * ALIGNMENT)
-        self.params = torch.zeros(size, dtype=first.dtype, device=first.device)
-        grad_dtype = torch.promote_types(first.dtype, torch.float32)
-        self.grads = torch.zeros(size, dtype=grad_dtype, device=first.device)
-        share = size // dp.size
-        self.start, self.end = (dp.index * share, (dp.index + 1) * share) if shard_over_dp else (0, size)
-        for slot, (_, param) in zip(self.slots, named, strict=True):
-            self._adopt(slot, param)
-
-    def _adopt(self, slot: Slot, param: nn.Parameter) -> None:
-        """Make `param` a view of the buffer, and have each of its gradients added to the main gradient and freed."""
-        view = self.params[slot.start : slot.end].view(param.shape)
-        view.copy_(param.data)
-        param.data = view
-        main_grad = self.grads[slot.start : slot.end].view(param.shape)
-
-        def accumulate(ready: Tensor) -> None:
-            assert ready.grad is not None
-            main_grad.add_(ready.grad)
-            ready.grad = None
-
-        param.register_post_accumulate_grad_hook(accumulate)
-
-    @property
-    def my_grads(self) -> Tensor:
-        """This rank's share of the gradients, as a view."""
-        return self.grads[self.start : self.end]
-
-    @property
-    def my_params(self) -> Tensor:
-        """The parameters of this rank's share, as a view."""
-        return self.params[self.start : self.end]
-
-    def reduce_over(self, dp: AxisGroup, sharded: bool) -> None:
-        """Sum the gradients over `dp`: everything in place, or each rank its own share."""
-        if not sharded:
-            all_reduce(self.grads, dp)
-            return
-        for piece in self._pieces(dp):
-            self.my_grads[piece].copy_(reduce_scatter(self.grads.view(dp.size, -1)[:, piece].flatten(), dp))
-
-    def gather_params(self, dp: AxisGroup) -> None:
-        """Give every rank of `dp` the parameters of every share."""
-        for piece in self._pieces(dp):
-            self.params.view(dp.size, -1)[:, piece] = all_gather(self.my_params[piece], dp).view(dp.size, -1)
-
-    def _pieces(self, dp: AxisGroup) -> list[slice]:
-        share, step = self.end - self.start, max(1, PIECE // dp.size)
-        return [slice(first, min(first + step, share)) for first in range(0, share, step)]
-
-    def counted_ranges(self) -> list[tuple[int, int]]:
-        """Ranges of `my_grads` that this rank counts in the norm, neighbours merged (padding between them is zero)."""
-        ranges: list[tuple[int, int]] = []
-        previous_counted = False
-        for slot in self.slots:
-            start, end = max(slot.start, self.start) - self.start, min(slot.end, self.end) - self.start
-            if slot.counted and start < end:
-                ranges.append((ranges.pop()[0], end) if previous_counted and ranges else (start, end))
-            previous_counted = slot.counted
-        return ranges
+MAX_IN_FLIGHT = 2  # reductions under way: bounds their memory, and what ZeRO-2 holds besides shares
 
 
 class MainGrads:
@@ -137,84 +27,189 @@ class MainGrads:
 
     Making it moves the parameters into flat buffers (their values and names stay; `named_parameters` gives views).
     From then on every backward adds into `grads` and leaves `param.grad` None. The order of a step is:
-    backwards, `reduce()` once, optimizer step, `zero()`.
+    backwards; before the last one of each chunk `arm(its buckets)`, after it `start(bucket)` of each; `finish()`;
+    optimizer step; `zero()`. `reduce()` is all starts and the finish, for who does not overlap.
+
+    An armed bucket's reduction starts as soon as its last parameter has got its gradient, yet never before that of the
+    buckets armed before it: so all ranks of the data group start the same reductions in the same order.
+
+    Attributes:
+        buckets: in the order in which backward completes them.
+        reduced_bytes: bytes that this rank put into reductions so far.
+        num_reductions: reductions of a bucket over the data group so far: one for each bucket and optimizer step,
+            whatever the number of micro-batches.
 
     Args:
-        module: this rank's stage; parameters that do not require gradients are left alone.
+        module: this rank's chunks; parameters that do not require gradients are left alone.
         syncs: by parameter name; parameters without an entry are `SHARDED`.
-        dp: the data-parallel group.
-        zero_stage: 0: every rank has all reduced gradients; 1: each has its share, and the optimizer state of it.
+        data: the ranks that hold the same weights.
+        zero_stage: 0: every rank has all reduced gradients; 1: each has its share, and the optimizer state of it;
+            2: the same, and it frees a bucket's full gradients as soon as they are reduced. Between steps it holds
+            shares only.
+        chunk_of: the chunk of a parameter (that which completes it last), by name.
+        bucket_bytes: of the main gradients of one bucket at most, unless one parameter alone has more. None: no bound.
+        reduce_dtype: in which gradients travel (sums stay in theirs); None for their own.
+        hook: how a bucket is reduced, in place of the hook that `reduce_dtype` chooses.
+        weight_grads: where the module's linears put their weight gradients, also those of a later W action.
     Raises:
-        ValueError: a zero_stage that is neither, or a sync that names no parameter.
+        ValueError: another zero_stage, a bucket size that holds nothing, a sync that names no parameter, or both a hook
+            and a reduce_dtype.
     """
 
-    def __init__(self, module: nn.Module, syncs: Mapping[str, GradSync], dp: AxisGroup, zero_stage: int = 0) -> None:
-        if zero_stage not in (0, 1):
-            raise ValueError(f"zero_stage {zero_stage} must be 0 (reduce all) or 1 (shard gradients and optimizer)")
+    def __init__(
+        self, module: nn.Module, syncs: Mapping[str, GradSync], data: AxisGroup, zero_stage: int = 0, *,
+        chunk_of: Callable[[str], int] = lambda name: 0, bucket_bytes: int | None = None,
+        reduce_dtype: torch.dtype | None = None, hook: CommHook | None = None, weight_grads: WeightGrads | None = None,
+    ) -> None:
+        if zero_stage not in (0, 1, 2):
+            raise ValueError(f"zero_stage {zero_stage} must be 0 (reduce all), 1 (shard optimizer state) or "
+                             "2 (shard gradients too)")
+        if bucket_bytes is not None and bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes {bucket_bytes} must be at least 1, or None for buckets of any size")
+        if hook is not None and reduce_dtype is not None:
+            raise ValueError("a hook decides about the wire itself: give it or a reduce_dtype")
         named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
         unknown = syncs.keys() - {name for name, _ in module.named_parameters()}
         if unknown:
             raise ValueError(f"gradient syncs name no parameter of the stage: {sorted(unknown)}")
-        self.dp = dp
-        self.sharded = zero_stage == 1 and dp.size > 1
-        all_syncs = {name: syncs[name] if name in syncs else SHARDED for name, _ in named}
-        self.buckets = [
-            Bucket(members, all_syncs, decay, dp, self.sharded)
-            for (decay, *_), members in _by_kind(named, all_syncs).items()
-        ]
+        self.data = data
+        all_syncs = {name: SHARDED for name, _ in named} | dict(syncs)
+        self.buckets = make_buckets(named, all_syncs, data, zero_stage, chunk_of, bucket_bytes)
+        self.sharded = zero_stage > 0 and data.size > 1
         self.reduced_bytes = 0
-        self._is_reduced = False
+        self.num_reductions = 0
+        self._hook = hook if hook is not None else hook_for(reduce_dtype)
+        self._missing: dict[int, set[str]] = {}  # armed buckets in order, and their parameters without gradient yet
+        self._started: set[int] = set()
+        self._in_flight: deque[tuple[int, Pending]] = deque()
+        self._is_finished = False
+        self._listen(dict(named), [] if weight_grads is None else attach(module, weight_grads), weight_grads)
+
+    @property
+    def bucket_chunks(self) -> tuple[int, ...]:
+        """The chunk of each bucket."""
+        return tuple(bucket.chunk for bucket in self.buckets)
+
+    def arm(self, buckets: tuple[int, ...]) -> None:
+        """Let these buckets start by themselves in the backward that follows, which is the last one to touch them."""
+        for index in sorted(buckets):
+            assert index not in self._started and index not in self._missing, f"bucket {index} is armed once a step"
+            self._missing[index] = {slot.name for slot in self.buckets[index].slots}
+
+    def start(self, bucket: int) -> None:
+        """Make sure that the reduction of `bucket` has started, and those armed before it. Collective."""
+        assert not self._is_finished, "gradients are reduced once a step: call zero() first"
+        if bucket in self._started:
+            return
+        self._missing.setdefault(bucket, set())
+        for index in list(self._missing):
+            self._launch(index)
+            if index == bucket:
+                return
+
+    def finish(self) -> None:
+        """Wait for all reductions, then sum over each parameter's own groups. Collective, once a step.
+
+        Every bucket must have been started.
+        """
+        assert not self._is_finished, "gradients are reduced once a step: call zero() first"
+        missing = set(range(len(self.buckets))) - self._started
+        assert not missing, f"buckets {sorted(missing)} were never started"
+        self._settle(at_most=0)
+        self._is_finished = True
+        for bucket in self.buckets:
+            for group in bucket.groups:
+                all_reduce(bucket.share, group)
+                self.reduced_bytes += bucket.share.nbytes if group.size > 1 else 0
 
     def reduce(self) -> None:
-        """Sum the gradients over data-parallel ranks and over each parameter's own groups. Collective, once a step.
-
-        Adds the bytes that this rank put into collectives to `reduced_bytes`.
-        """
-        assert not self._is_reduced, "gradients are reduced once a step: call zero() first"
-        self._is_reduced = True
-        for bucket in self.buckets:
-            bucket.reduce_over(self.dp, self.sharded)
-            self._count(bucket.grads, self.dp)
-            for group in bucket.groups:
-                all_reduce(bucket.my_grads, group)
-                self._count(bucket.my_grads, group)
+        """Start what has not started yet and finish. Collective, once a step."""
+        for index in range(len(self.buckets)):
+            self.start(index)
+        self.finish()
 
     def zero(self) -> None:
         """Forget all gradients."""
+        assert not self._in_flight, "gradients are forgotten after finish()"
         for bucket in self.buckets:
-            bucket.grads.zero_()
-        self._is_reduced = False
+            bucket.clear()
+        self._missing.clear()
+        self._started.clear()
+        self._is_finished = False
 
-    def _count(self, x: Tensor, group: AxisGroup) -> None:
-        if group.size > 1:
-            self.reduced_bytes += x.numel() * x.element_size()
+    def tensors(self) -> list[Tensor]:
+        """The flat tensors held from step to step: parameters and gradients."""
+        return [tensor for bucket in self.buckets for tensor in bucket.tensors()]
 
+    def storages(self) -> dict[str, Tensor]:
+        """The reduced gradient shares, as `state_map` names them."""
+        return {storage_name(StateKind.MAIN_GRAD, i): bucket.share for i, bucket in enumerate(self.buckets)}
 
-_Kind = tuple[bool, bool, torch.dtype, tuple[tuple[int, ...], ...]]
+    def layout(self) -> FlatLayout:
+        """Where this rank's shares of the parameters lie."""
+        return {slot.name: FlatPlace(index, slot.start, bucket.start, bucket.end)
+                for index, bucket in enumerate(self.buckets) for slot in bucket.slots}
 
+    def _listen(self, named: Mapping[str, nn.Parameter], weights: list[nn.Parameter],
+                weight_grads: WeightGrads | None) -> None:
+        """Have every gradient added to its main gradient, and counted as arrived."""
+        by_linear = {id(weight) for weight in weights}
+        for index, bucket in enumerate(self.buckets):
+            for slot in bucket.slots:
+                param = named[slot.name]
+                param.register_post_accumulate_grad_hook(self._accumulate(index, slot))
+                if id(param) in by_linear:
+                    assert weight_grads is not None
+                    weight_grads.register(param, self._main_grad(index, slot), self._ready(index, slot))
 
-def _by_kind(
-    named: list[tuple[str, nn.Parameter]], syncs: Mapping[str, GradSync]
-) -> dict[_Kind, list[tuple[str, nn.Parameter]]]:
-    """Parameters by (weight decay, one row, dtype, ranks of the extra sums); matrices first, else in module order.
+    def _accumulate(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
+        main_grad, ready = self._main_grad(index, slot), self._ready(index, slot)
 
-    Matrices of one row (value, score heads) are copies on every tensor rank, while the sizes of matrices cut over the
-    vocabulary differ between ranks: they do not share a bucket.
-    """
-    kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
-    for name, param in sorted(named, key=lambda item: item[1].dim() < 2):
-        ranks = tuple(group.ranks for group in syncs[name].groups if group.size > 1)
-        kinds.setdefault((param.dim() >= 2, param.shape[0] == 1, param.dtype, ranks), []).append((name, param))
-    return kinds
+        def accumulate(param: Tensor) -> None:
+            assert param.grad is not None
+            main_grad().add_(param.grad)
+            param.grad = None
+            ready()
 
+        return accumulate
 
-def _place(named: list[tuple[str, nn.Parameter]], syncs: Mapping[str, GradSync]) -> tuple[Slot, ...]:
-    slots: list[Slot] = []
-    for name, param in named:
-        start = _round_up(slots[-1].end, ALIGNMENT) if slots else 0
-        slots.append(Slot(name, start, start + param.numel(), syncs[name].counted))
-    return tuple(slots)
+    def _main_grad(self, index: int, slot: Slot) -> Callable[[], Tensor]:
+        def main_grad() -> Tensor:
+            assert index not in self._started, f"{slot.name} got a gradient after its bucket {index} was reduced"
+            return self.buckets[index].main_grad(slot)
 
+        return main_grad
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    def _ready(self, index: int, slot: Slot) -> Callable[[], None]:
+        def ready() -> None:
+            if index in self._missing:
+                self._missing[index].discard(slot.name)
+                self._start_complete()
+
+        return ready
+
+    def _start_complete(self) -> None:
+        """Start armed buckets from the first, up to one that still misses a gradient."""
+        for index, missing in list(self._missing.items()):
+            if missing:
+                return
+            self._launch(index)
+
+    def _launch(self, index: int) -> None:
+        del self._missing[index]
+        self._started.add(index)
+        bucket = self.buckets[index]
+        if self.data.size == 1:
+            return
+        # Blocks where all ranks of the data group block: they start the same buckets in the same order.
+        self._settle(at_most=MAX_IN_FLIGHT - 1)
+        pending = self._hook(GradBucket(index, bucket.grads, bucket.share, self.data, self.sharded))
+        self._in_flight.append((index, pending))
+        self.num_reductions += 1
+        self.reduced_bytes += pending.nbytes
+
+    def _settle(self, at_most: int) -> None:
+        """Complete the oldest reductions until `at_most` are under way."""
+        while len(self._in_flight) > at_most:
+            index, pending = self._in_flight.popleft()
+            self.buckets[index].settle(pending.wait())

@@ -1,21 +1,29 @@
-"""AdamW on flat master weights, with the gradient norm of the whole model and a learning-rate schedule.
+"""AdamW over the shares of all buckets, with the gradient norm of the whole model and a learning-rate schedule.
 
-Owns master weights, moments, clipping and the decision to skip a step. Gradients come reduced from `MainGrads`; it
-never reduces a gradient, and never decides when to step.
+Owns clipping, the loss scale's part in a step, and the decision to skip one. Gradients come reduced from `MainGrads`;
+it never reduces a gradient, and never decides when to step.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hybridflow.parallel.collectives import all_reduce
-from hybridflow.parallel.gradients import Bucket, MainGrads
+from hybridflow.parallel.collectives import all_reduce, start_all_gather
+from hybridflow.parallel.gradients import MainGrads
+from hybridflow.parallel.loss_scale import LossScale, LossScaleState
 from hybridflow.parallel.mesh import AxisGroup
+from hybridflow.parallel.offload import CopyStream
+from hybridflow.parallel.optimizer_state import AdamWSettings, ShareState
+from hybridflow.parallel.shard_map import ShardMap
+from hybridflow.parallel.state_map import OPTIMIZER_STATE, gather_layouts, state_map, storage_name
+from hybridflow.parallel.world import World
 
 
 class Decay(Enum):
@@ -52,119 +60,193 @@ class LrSchedule:
 
 
 @dataclass(frozen=True)
-class AdamWSettings:
-    """Hyper-parameters of AdamW (arXiv 1711.05101). `clip_grad_norm` None: gradients are not clipped."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_grad_norm: float | None = 1.0
-
-
-@dataclass(frozen=True)
 class StepInfo:
-    """What one step did. `grad_norm` is before clipping, over the whole model; `lr` is what the step used or would
-    have used; `skipped` says that the norm was not finite, so nothing changed.
+    """What one step did.
+
+    Attributes:
+        grad_norm: before clipping and without the loss scale, over the whole model.
+        lr: what the step used or would have used.
+        skipped: whether nothing changed: the norm was not finite, or there was nothing to learn from.
+        loss_scale: what the gradients of this step were scaled by.
     """
 
     grad_norm: float
     lr: float
     skipped: bool
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class OptimizerCounters:
+    """What a checkpoint keeps besides the tensors.
+
+    Attributes:
+        num_nonfinite: steps skipped in a row until now because the norm was not finite.
+        loss_scale: None without one.
+    Example: `OptimizerCounters(num_steps=100, num_skipped=1, num_nonfinite=0, loss_scale=None)`.
+    """
+
+    num_steps: int
+    num_skipped: int
+    num_nonfinite: int
+    loss_scale: LossScaleState | None
 
 
 class ShardedAdamW:
     """AdamW over the buckets of `MainGrads`: each rank steps its share of them and keeps fp32 masters of it only.
 
-    Parameters that are fp32 (or fp64) already are their own masters. Ranks that hold copies of a parameter take the
-    same decision and the same step, since all see the same norm.
+    Parameters that are fp32 (or fp64) already are their own masters, unless offloaded. All ranks take the same
+    decision, since all see the same norm; so ranks that hold copies of a parameter take the same step.
+
+    A step is skipped where any gradient on any rank is not finite, also one that its rank does not count in the norm.
 
     Args:
         grads: the main gradients, reduced before every `step`.
-        replica: all ranks that hold one copy of the model (tp x pp).
+        model: the ranks that hold one copy of the model together (tp x pp).
+        offload: keep masters and moments on the host and step there. On a CPU the result is the same bit for bit.
+        loss_scale: what losses are multiplied by (fp16); gradients are divided by it once, with the clipping.
+        max_skips: so many steps in a row may be skipped for a norm that is not finite; None for any number. Steps that
+            a falling loss scale costs count too: from 65536 to 1 it falls in 16 steps, so allow more than that.
     """
 
-    def __init__(self, grads: MainGrads, replica: AxisGroup, settings: AdamWSettings, schedule: LrSchedule) -> None:
+    def __init__(
+        self, grads: MainGrads, model: AxisGroup, settings: AdamWSettings, schedule: LrSchedule, *,
+        offload: bool = False, loss_scale: LossScale | None = None, max_skips: int | None = None,
+    ) -> None:
         self.grads = grads
-        self.replica = replica
+        self.model = model
         self.settings = settings
         self.schedule = schedule
+        self.loss_scale = loss_scale
+        self.max_skips = max_skips
         self.num_steps = 0
         self.num_skipped = 0
-        self.masters = [_master(bucket) for bucket in grads.buckets]
-        self.adam = torch.optim.AdamW(
-            [
-                {"params": [master], "weight_decay": settings.weight_decay if bucket.decay else 0.0}
-                for master, bucket in zip(self.masters, grads.buckets, strict=True)
-            ],
-            lr=schedule.at(0),
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=all(master.device.type in ("cpu", "cuda") for master in self.masters),
-        )
+        self.num_nonfinite = 0  # in a row, until now
+        self._device = grads.buckets[0].params.device
+        self._stream = CopyStream(self._device) if offload else None
+        self.shares = [ShareState(bucket, settings, self._stream) for bucket in grads.buckets]
+
+    @property
+    def scale(self) -> float:
+        """What to multiply losses by now."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def step(self) -> StepInfo:
         """Clip, step, and give every rank the new parameters; skip if the norm is not finite. Collective.
 
         The gradients are consumed: call `zero_grad` before the next backward.
-        """
-        lr = self.schedule.at(self.num_steps)
-        norm = self.grad_norm()
-        grad_norm = norm.item()  # the one host sync of a step: the decision below is the host's
-        if not math.isfinite(grad_norm):
-            return self.skip(grad_norm)
-        self._clip(norm)
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        self.adam.step()
-        self._publish()
-        self.num_steps += 1
-        return StepInfo(grad_norm, lr, skipped=False)
 
-    def skip(self, grad_norm: float = 0.0) -> StepInfo:
-        """Take no step, and count that: the norm is not finite, or there is nothing to learn from."""
+        Raises:
+            FloatingPointError: more steps in a row than `max_skips` had no finite norm; on all ranks alike.
+        """
+        lr, scale = self.schedule.at(self.num_steps), self.scale
+        norm, is_finite = self.grad_norm()
+        if self.loss_scale is not None:
+            self.loss_scale.update(is_finite)
+        if not is_finite:
+            return self._skip_nonfinite(StepInfo(norm, lr, skipped=True, loss_scale=scale))
+        self._update(self._clip_factor(norm) / scale, lr)
+        self.num_steps += 1
+        self.num_nonfinite = 0
+        return StepInfo(norm, lr, skipped=False, loss_scale=scale)
+
+    def skip(self) -> StepInfo:
+        """Take no step, and count that: there is nothing to learn from."""
         self.num_skipped += 1
-        return StepInfo(grad_norm, self.schedule.at(self.num_steps), skipped=True)
+        return StepInfo(0.0, self.schedule.at(self.num_steps), skipped=True, loss_scale=self.scale)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self.grads.zero()
 
-    def grad_norm(self) -> Tensor:
-        """Euclidean norm of the whole model's reduced gradient (fp64 scalar), each parameter counted once."""
-        total = torch.zeros((), dtype=torch.float64, device=self.masters[0].device)
+    def grad_norm(self) -> tuple[float, bool]:
+        """Euclidean norm of the whole model's reduced gradient without the loss scale, each parameter counted once, and
+        whether all gradients of all ranks are finite. Collective; the one host sync of a step.
+        """
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)  # of counted and of other elements
         for bucket in self.grads.buckets:
-            for start, end in bucket.counted_ranges():
-                total += torch.linalg.vector_norm(bucket.my_grads[start:end], dtype=torch.float64).square()
-        all_reduce(total, self.replica)
+            for place, counted in enumerate((True, False)):
+                for start, end in bucket.counted_ranges(counted):
+                    totals[place] += torch.linalg.vector_norm(bucket.share[start:end], dtype=torch.float64).square()
+        all_reduce(totals, self.model)
         if self.grads.sharded:
-            all_reduce(total, self.grads.dp)
-        return total.sqrt()
+            all_reduce(totals, self.grads.data)
+        squared, others = totals.tolist()
+        if not math.isfinite(squared + others):
+            return squared + others, False
+        return math.sqrt(squared) / self.scale, True
 
     def refresh_masters(self) -> None:
         """Take the masters from the parameters again, after these were loaded from elsewhere. Moments stay."""
-        for master, bucket in zip(self.masters, self.grads.buckets, strict=True):
-            master.data.copy_(bucket.my_params)
+        for share in self.shares:
+            share.refresh()
 
-    def _clip(self, norm: Tensor) -> None:
-        if self.settings.clip_grad_norm is None:
-            return
+    def storages(self) -> dict[str, Tensor]:
+        """This rank's flat state, as `state_map` names it."""
+        return {storage_name(kind, i): share.tensor(kind)
+                for kind in OPTIMIZER_STATE for i, share in enumerate(self.shares)}
+
+    def state_map(self, weights: ShardMap, world: World) -> ShardMap:
+        """Where every rank's `storages()` have which boxes of the canonical tensors' state. Collective over the world.
+
+        Args:
+            weights: of the model's parameters, with their names as storages.
+        """
+        return state_map(weights, gather_layouts(self.grads.layout(), world))
+
+    def tensors(self) -> list[Tensor]:
+        """The flat tensors of the state."""
+        return list(self.storages().values())
+
+    @property
+    def counters(self) -> OptimizerCounters:
+        """What a checkpoint must keep besides `storages()`."""
+        scale = None if self.loss_scale is None else self.loss_scale.state
+        return OptimizerCounters(self.num_steps, self.num_skipped, self.num_nonfinite, scale)
+
+    def restore(self, counters: OptimizerCounters) -> None:
+        """Go on counting from a checkpoint, whose tensors the caller puts into `storages()`."""
+        self.num_steps, self.num_skipped = counters.num_steps, counters.num_skipped
+        self.num_nonfinite = counters.num_nonfinite
+        if self.loss_scale is not None and counters.loss_scale is not None:
+            self.loss_scale.state = counters.loss_scale
+        for share in self.shares:
+            share.set_step(counters.num_steps)
+
+    def publish(self) -> None:
+        """Give the parameters the values of the masters, on every rank, after these were loaded. Collective."""
+        self._gather([share.publish for share in self.shares])
+
+    def _update(self, factor: float, lr: float) -> None:
+        """Step every share with its gradient times `factor`; a bucket's parameters travel while the next is stepped."""
+        if self._stream is not None:
+            self._stream.after_compute()
+        for share in self.shares:
+            share.fetch()
+        self._gather([partial(share.step, factor, lr) for share in self.shares])
+
+    def _gather(self, updates: Sequence[Callable[[], None]]) -> None:
+        """Run the update of each bucket, and give all data-parallel ranks its parameters."""
+        gathers = []
+        for bucket, update in zip(self.grads.buckets, updates, strict=True):
+            update()
+            if bucket.sharded:
+                gathers.append(start_all_gather(bucket.my_params, self.grads.data, out=bucket.params))
+        for gather in gathers:
+            gather.wait()
+
+    def _clip_factor(self, norm: float) -> float:
         # The epsilon is that of torch.nn.utils.clip_grad_norm_, to which we compare.
-        scale = (self.settings.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        for master in self.masters:
-            assert master.grad is not None
-            master.grad.mul_(scale.to(master.dtype))
+        limit = self.settings.clip_grad_norm
+        return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
-    def _publish(self) -> None:
-        """Masters to parameters, and every share to all data-parallel ranks."""
-        for master, bucket in zip(self.masters, self.grads.buckets, strict=True):
-            if master.data_ptr() != bucket.my_params.data_ptr():
-                bucket.my_params.copy_(master.data)
-            if self.grads.sharded:
-                bucket.gather_params(self.grads.dp)
-
-
-def _master(bucket: Bucket) -> nn.Parameter:
-    """The bucket's share in the dtype of its gradients, which it takes as its own; no copy where it has that dtype."""
-    master = nn.Parameter(bucket.my_params.to(bucket.grads.dtype))
-    master.grad = bucket.my_grads
-    return master
+    def _skip_nonfinite(self, info: StepInfo) -> StepInfo:
+        self.num_skipped += 1
+        self.num_nonfinite += 1
+        if self.max_skips is not None and self.num_nonfinite > self.max_skips:
+            scaled = "" if self.loss_scale is None else f", the last at loss scale {info.loss_scale:g}"
+            raise FloatingPointError(
+                f"gradients were not finite in {self.num_nonfinite} optimizer steps in a row (at most {self.max_skips} "
+                f"may be skipped{scaled}). Try a lower learning rate or a longer warm-up, look for extreme rewards, "
+                "advantages or log-probs in the metrics, and train in bf16 or fp32 where this was fp16")
+        return info

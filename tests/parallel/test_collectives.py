@@ -49,8 +49,9 @@ def check_backend_forms(world: World) -> None:
     for order in ORDERS:
         group = group_of(world, order)
         mine, everyone = rows(world.rank, 8), [rows(rank, 8) for rank in order]
-        assert torch.equal(collectives._gather_on_device(mine, group), torch.cat(everyone))
-        part = collectives._reduce_scatter_on_device(mine, group)
+        gathered = collectives._gather_on_device(mine, group, mine.new_empty(32, 3)).wait()
+        assert torch.equal(gathered, torch.cat(everyone))
+        part = collectives._reduce_scatter_on_device(mine, group, mine.new_empty(2, 3)).wait()
         torch.testing.assert_close(part, sum(everyone).chunk(4)[group.index], rtol=0, atol=1e-13)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridflow.parallel import gradients
+from hybridflow.parallel import collectives
 from hybridflow.parallel.gradients import GradSync, MainGrads
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.world import World
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def reduced(world: World, layout: Layout, zero_stage: int, dtype: torch.dtype, tolerance: float) -> None:
     mesh = Mesh(Grid.of(layout), world)
     stage, whole = ToyStage(mesh, dtype), ToyWhole()
-    main = MainGrads(stage, stage.syncs(), mesh.dp, zero_stage)
+    main = MainGrads(stage, stage.syncs(), mesh.data, zero_stage)
     for step in range(2):  # the second one must not see the first
         main.zero()
         for micro_batch in range(MICRO_BATCHES):
@@ -39,9 +39,9 @@ def all_layouts(world: World) -> None:
         for zero_stage in (0, 1):
             reduced(world, layout, zero_stage, torch.float64, 1e-12)
     reduced(world, Layout(tp=2, dp=2), 1, torch.bfloat16, 1e-1)
-    gradients.PIECE, before = 4 * 7, gradients.PIECE  # 7 elements of each rank at a time
+    collectives.PIECE, before = 4 * 7, collectives.PIECE  # 7 elements of each rank at a time
     reduced(world, Layout(dp=4), 1, torch.float64, 1e-12)
-    gradients.PIECE = before
+    collectives.PIECE = before
 
 
 def bytes_reduced(world: World) -> tuple[int, int]:
@@ -76,9 +76,9 @@ def test_parameters_become_views_and_keep_their_values() -> None:
     for name, param in module.named_parameters():
         assert torch.equal(param, before[name])
     assert [[slot.name for slot in bucket.slots] for bucket in main.buckets] == [
-        ["0.weight", "2.weight"], ["0.bias", "1.weight"]]
-    assert [bucket.decay for bucket in main.buckets] == [True, False]
-    main.buckets[0].params.fill_(7.0)
+        ["1.weight", "0.bias"], ["2.weight", "0.weight"]]  # completed by 0.bias before 0.weight
+    assert [bucket.decay for bucket in main.buckets] == [False, True]
+    main.buckets[1].params.fill_(7.0)
     assert (module[2].weight == 7.0).all()
 
 
@@ -98,7 +98,9 @@ def test_a_weight_used_twice_is_one_parameter() -> None:
 
 def test_counted_ranges_merge_neighbours_and_stay_in_the_share() -> None:
     mesh = Mesh(Grid.of(Layout()), World.single(CPU))
-    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(40)) for name in "abcd"})
+    module = nn.Module()
+    for name in "dcba":
+        module.register_parameter(name, nn.Parameter(torch.zeros(40)))
     bucket = MainGrads(module, {"c": GradSync(counted=False)}, mesh.dp).buckets[0]
     assert bucket.counted_ranges() == [(0, 104), (192, 232)]  # slots start at 0, 64, 128, 192
     bucket.start, bucket.end = 70, 200
@@ -108,8 +110,8 @@ def test_counted_ranges_merge_neighbours_and_stay_in_the_share() -> None:
 def test_faults() -> None:
     mesh = Mesh(Grid.of(Layout()), World.single(CPU))
     module = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="zero_stage 2 must be 0"):
-        MainGrads(module, {}, mesh.dp, 2)
+    with pytest.raises(ValueError, match="zero_stage 3 must be 0"):
+        MainGrads(module, {}, mesh.dp, 3)
     with pytest.raises(ValueError, match=r"name no parameter of the stage: \['wieght'\]"):
         MainGrads(module, {"wieght": GradSync()}, mesh.dp)
     main = MainGrads(module, {}, mesh.dp)

@@ -20,7 +20,7 @@ LR = LrSchedule(peak=0.05, warmup_steps=2, total_steps=4, decay=Decay.COSINE, fl
 
 def made(mesh: Mesh, dtype: torch.dtype, zero_stage: int) -> tuple[ToyStage, ShardedAdamW]:
     stage = ToyStage(mesh, dtype)
-    main = MainGrads(stage, stage.syncs(), mesh.dp, zero_stage)
+    main = MainGrads(stage, stage.syncs(), mesh.data, zero_stage)
     return stage, ShardedAdamW(main, mesh.replica, SETTINGS, LR)
 
 
@@ -116,14 +116,14 @@ def test_half_parameters_have_fp32_masters() -> None:
         module(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
         optimizer.grads.reduce()
         optimizer.step()
-    assert math.isclose(optimizer.masters[0][0].item(), 0.99, rel_tol=1e-5)
+    assert math.isclose(optimizer.shares[0].master[0].item(), 0.99, rel_tol=1e-5)
     assert module.weight.item() == torch.tensor(0.99).bfloat16().item()
     module.weight.data.fill_(3.0)
     optimizer.refresh_masters()
-    assert optimizer.masters[0][0] == 3.0
+    assert optimizer.shares[0].master[0] == 3.0
     plain = nn.Linear(1, 1, bias=False)
     own = ShardedAdamW(MainGrads(plain, {}, mesh.dp), mesh.replica, settings, LrSchedule(peak=1e-3))
-    assert own.masters[0].data_ptr() == plain.weight.data_ptr()
+    assert own.shares[0].master.data_ptr() == plain.weight.data_ptr()
 
 
 @pytest.mark.parametrize(
