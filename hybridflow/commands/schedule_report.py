@@ -12,7 +12,7 @@ from pathlib import Path
 from hybridflow.commands.schedule import Plan
 from hybridflow.config.batch_math import BatchMath, aligned, counted
 from hybridflow.config.layouts import Role, role_layout
-from hybridflow.parallel.schedules.builders import BUILDERS, ScheduleKind
+from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.schedules.draw import Clock, Panel, draw, require_picture
 from hybridflow.parallel.schedules.simulate import Costs, simulate
@@ -112,7 +112,7 @@ def _comparison(plan: Plan, stage_costs: StageCosts) -> str:
     time = "forwards" if stage_costs.clock is Clock.FORWARDS else "ms"
     factor = 1.0 if stage_costs.clock is Clock.FORWARDS else 1e3
     rows = [("", "schedule", "vpp", "bubble", f"time ({time})", "micro-batches held by each stage at most")]
-    for kind in BUILDERS:
+    for kind in ScheduleKind:
         chunks = plan.chunks if kind is plan.kind else _chunks_for(kind, plan)
         if chunks is None or (chunks.pp == 1 and kind is not plan.kind):
             continue

@@ -23,7 +23,7 @@ from matplotlib.patches import Patch
 from hybridflow.parallel.schedules.actions import Action, Kind
 from hybridflow.parallel.schedules.timeline import Span, Timeline
 
-COLOURS = {Kind.F: "#2f6db3", Kind.B: "#c8503c", Kind.W: "#3a8f5c", Kind.REDUCE: "#7b5ea7", Kind.STEP: "#2b2f33",
+COLOURS = {Kind.F: "#2f6db3", Kind.B: "#d9641f", Kind.W: "#1a9a78", Kind.REDUCE: "#7b5ea7", Kind.STEP: "#2b2f33",
            Kind.RESHARD: "#d9a52b"}
 MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients", Kind.REDUCE: "reduce of a bucket",
             Kind.STEP: "optimizer step", Kind.RESHARD: "reshard of a bucket"}
