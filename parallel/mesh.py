@@ -134,8 +134,6 @@ class Mesh:
         self.model = self._axis(lambda c: (c.cp, c.dp))
         self.links = self._links()
         self.replica = self.model
-        self.pipe_forward, self.pipe_backward = (
-            self._axis(lambda c: (c.tp, c.cp, c.dp), purpose) for purpose in ("forward", "backward"))
         last = self.layout.pp - 1
         self.embedding = self._axis(lambda c: (c.tp, c.cp, c.dp, 0 if c.pp in (0, last) else c.pp))
 
@@ -170,10 +168,10 @@ class Mesh:
                     links[ends] = AxisGroup(ranks, ranks.index(mine), process_group)
         return links
 
-    def _axis(self, key: Callable[[Coord], tuple], purpose: str = "") -> AxisGroup:
+    def _axis(self, key: Callable[[Coord], tuple]) -> AxisGroup:
         mine = None
         for ranks in self.grid.lines(key):
-            process_group = self.world.group(ranks, purpose)
+            process_group = self.world.group(ranks)
             if self.world.rank in ranks:
                 mine = AxisGroup(ranks, ranks.index(self.world.rank), process_group)
         assert mine is not None

@@ -1,7 +1,7 @@
 """The executor of pipeline schedules: it does what the schedule says, action by action.
 
-Owns the messages between neighbouring stages and the activations in flight. It never decides an order (that is
-`schedule`), never waits for the device, and knows neither the model nor the loss.
+Owns the activations in flight, and what passes from chunk to chunk (between stages by `links`). It never decides an
+order (that is `schedules`), never waits for the device, and knows neither the model nor the loss.
 """
 
 from __future__ import annotations
@@ -12,26 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hybridflow.parallel.mesh import AxisGroup, Mesh
-from hybridflow.parallel.schedule import (
-    FLOW,
-    RECEIVES,
-    RECV_OF,
-    SEND_OF,
-    SENDS,
-    Action,
-    Kind,
-    Schedule,
-    released_sends,
-)
+from hybridflow.parallel.links import Messages
+from hybridflow.parallel.mesh import Mesh
+from hybridflow.parallel.schedules.actions import RECEIVES, SENDS, Action, Kind, Schedule
+from hybridflow.parallel.schedules.chunks import Chunks
+from hybridflow.parallel.schedules.messages import receive_for, send_after
+from hybridflow.parallel.weight_grads import WeightGrads, WeightWork
 
 
 class PackedTokens(Protocol):
-    """What the executor must know of a micro-batch: its packed ids `[tokens]`."""
+    """What the executor must know of a micro-batch: its packed ids `[tokens]`, on every stage of the pipeline."""
 
     @property
     def input_ids(self) -> Tensor: ...
@@ -43,85 +36,110 @@ class Lane(Protocol):
     def span(self, name: str) -> AbstractContextManager[object]: ...
 
 
-StageModule = Callable[[Tensor, Any], Any]
+StageModule = Callable[[Tensor, Any, int], Any]
 LossFn = Callable[[Any, Any], tuple[Tensor, dict[str, Tensor]]]
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Events:
+    """What happens at the actions that are not the pipeline's own; nothing by default.
+
+    Attributes:
+        arm: called with buckets just before the action that adds their last gradients, so that the reduce of each can
+            start inside it, as soon as its last gradient is there.
+        reduce: called at REDUCE of a bucket, which has all its gradients: from here on its reduce has started.
+        step, reshard: called at STEP, and at RESHARD of a bucket of new weights.
+    Example: `Events(grads.arm, grads.start, step)`.
+    """
+
+    arm: Callable[[tuple[int, ...]], None] = _nothing
+    reduce: Callable[[int], None] = _nothing
+    step: Callable[[], None] = _nothing
+    reshard: Callable[[int], None] = _nothing
+
+
+NO_EVENTS = Events()
 
 
 class PipelineRunner:
     """Runs schedules on one stage.
 
     Args:
-        stage_module: called as `stage_module(x, micro_batch)`; x is the `input_ids` `[tokens]` on the first stage, else
-            the hidden states `[tokens, hidden]` (`[tokens/tp, hidden]` under sequence parallelism) of the stage before.
-        mesh: its `pp` index is the stage; messages use `pipe_forward` and `pipe_backward`.
+        stage_module: called as `stage_module(x, micro_batch, chunk)`; x is the `input_ids` `[tokens]` for chunk 0, else
+            the hidden states `[tokens, hidden]` (`[tokens/tp, hidden]` under sequence parallelism) of the chunk before.
+        mesh: its `pp` index is the stage; messages use its `links`.
+        chunks: which chunk is on which stage.
         hidden_size, dtype: of the hidden states; with the micro-batch's tokens they give every message's shape, so
             nothing is negotiated.
         sequence_parallel: whether hidden states are cut over `tp`.
+        weight_grads: what the linears of the stage are attached to, for schedules that split the backward; None leaves
+            all to B.
+    Raises:
+        ValueError: chunks on another number of stages than the mesh has.
     """
 
     def __init__(
-        self, stage_module: StageModule, mesh: Mesh, hidden_size: int, dtype: torch.dtype,
-        sequence_parallel: bool = False,
+        self, stage_module: StageModule, mesh: Mesh, chunks: Chunks, hidden_size: int, dtype: torch.dtype,
+        sequence_parallel: bool = False, weight_grads: WeightGrads | None = None,
     ) -> None:
+        if chunks.pp != mesh.pp.size:
+            raise ValueError(f"chunks on {chunks.pp} stages do not fit a mesh with pp {mesh.pp.size}")
         self.stage_module = stage_module
         self.mesh = mesh
+        self.chunks = chunks
         self.hidden_size = hidden_size
         self.dtype = dtype
         self.tokens_divisor = mesh.tp.size if sequence_parallel else 1
+        self.weight_grads = WeightGrads() if weight_grads is None else weight_grads
 
     def run(
         self,
         schedule: Schedule,
         micro_batches: Sequence[PackedTokens],
         loss: LossFn | None = None,
-        on_reduce: Callable[[], None] = lambda: None,
+        events: Events = NO_EVENTS,
         trace: Lane | None = None,
-        on_step: Callable[[], None] = lambda: None,
     ) -> list[Any]:
-        """Run `schedule` over `micro_batches`, the same on every stage. Collective over the pipeline.
+        """Run `schedule`, with its messages, over `micro_batches`, the same on every stage. Collective over the
+        pipeline.
 
         Args:
-            loss: on the last stage, of (its output, micro-batch): the scalar to differentiate and any metrics.
-            on_reduce: called at REDUCE, once all gradients of this stage are there.
-            on_step: called at STEP; nothing by default, for callers that step themselves.
+            loss: after the last chunk, of (its output, micro-batch): the scalar to differentiate and any metrics.
+            events: what happens at REDUCE, STEP and RESHARD.
             trace: gets a span for each action.
         Returns:
-            On the last stage one item for each micro-batch: the metrics of `loss`, or the output where there is no
-            loss. Elsewhere an empty list.
+            On the stage of the last chunk one item for each micro-batch: the metrics of `loss`, detached, or the output
+            where there is no loss. Elsewhere an empty list.
         Raises:
-            ValueError: schedule, mesh, micro-batches and loss do not belong together.
+            ValueError: schedule, chunks, micro-batches and loss do not belong together.
         """
-        stages = self.mesh.pp.size
-        if (schedule.num_stages, schedule.num_micro_batches) != (stages, len(micro_batches)):
-            raise ValueError(f"a schedule of {schedule.num_stages} stages and {schedule.num_micro_batches} "
-                             f"micro-batches was given {stages} stages and {len(micro_batches)} micro-batches")
+        if (schedule.chunks, schedule.num_micro_batches) != (self.chunks, len(micro_batches)):
+            raise ValueError(f"a schedule of {schedule.num_micro_batches} micro-batches over {schedule.chunks} was "
+                             f"given {len(micro_batches)} micro-batches over {self.chunks}")
         if schedule.has_backward and loss is None:
             raise ValueError("a schedule with backwards needs a loss: use forward_only for outputs alone")
-        run = _Run(self, schedule, micro_batches, loss, {Kind.REDUCE: on_reduce, Kind.STEP: on_step})
-        with torch.set_grad_enabled(schedule.has_backward):
-            for action in schedule.stages[self.mesh.pp.index]:
-                with nullcontext() if trace is None else trace.span(str(action)):
-                    run.do(action)
+        run = _Run(self, schedule, micro_batches, loss, events)
+        for action in schedule.stages[self.mesh.pp.index]:
+            if action in run.arms:
+                events.arm(run.arms[action])
+            with nullcontext() if trace is None else trace.span(str(action)):
+                run.do(action)
         run.finish()
-        return [run.results[i] for i in range(len(micro_batches))] if self.mesh.is_last_stage else []
+        has_results = self.mesh.pp.index == self.chunks.head_stage
+        return [run.results[i] for i in range(len(micro_batches))] if has_results else []
 
-
-@dataclass
-class _Message:
-    """A transfer on its way; the tensor must outlive it."""
-
-    work: dist.Work | None
-    tensor: Tensor
-
-    def wait(self) -> Tensor:
-        assert self.work is not None, "this rank is not in the group of its own pipeline"
-        self.work.wait()
-        return self.tensor
+    def shape_of(self, micro_batch: PackedTokens) -> tuple[int, int]:
+        """Of its hidden states on this rank."""
+        return micro_batch.input_ids.shape[0] // self.tokens_divisor, self.hidden_size
 
 
 @dataclass
 class _Held:
-    """What a micro-batch's backward needs. Its output itself is not here: only the autograd edge into the graph."""
+    """What a backward needs. The output of the forward is not here: only the autograd edge into its graph."""
 
     x: Tensor
     root: GradientEdge
@@ -129,88 +147,117 @@ class _Held:
 
 @dataclass
 class _Run:
-    """The state of one run: messages and activations in flight, results so far."""
+    """The state of one run: what is in flight, and results so far.
+
+    Attributes:
+        ready: by the computation that uses them, tensors that were made on this stage.
+        to_send: by their send, tensors that were made and leave the stage.
+        held, kept: by (micro-batch, chunk), what its B and its W need.
+        arms: by the action that adds the last gradients, buckets to arm before it.
+    """
 
     runner: PipelineRunner
     schedule: Schedule
     micro_batches: Sequence[PackedTokens]
     loss: LossFn | None
-    callbacks: dict[Kind, Callable[[], None]]
-    messages: dict[Action, _Message] = field(default_factory=dict)
+    events: Events
+    ready: dict[Action, Tensor] = field(default_factory=dict)
     to_send: dict[Action, Tensor] = field(default_factory=dict)
-    held: dict[int, _Held] = field(default_factory=dict)
+    held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    kept: dict[tuple[int, int], list[WeightWork]] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.released = released_sends(self.schedule, self.runner.mesh.pp.index)
+        runner = self.runner
+        actions = self.schedule.stages[runner.mesh.pp.index]
+        self.learns = self.schedule.has_backward
+        self.messages = Messages(self.schedule, runner.mesh, lambda i: runner.shape_of(self.micro_batches[i]),
+                                 runner.dtype)
+        self.split = {_place(action) for action in actions if action.kind is Kind.W}
+        self.arms = _arms(actions)
 
     def do(self, action: Action) -> None:
         if action.kind is Kind.F:
             self._forward(action)
         elif action.kind is Kind.B:
             self._backward(action)
-        elif action.kind in self.callbacks:
-            self.callbacks[action.kind]()
+        elif action.kind is Kind.W:
+            self.runner.weight_grads.run(self.kept.pop(_place(action)))
+        elif action.kind in SENDS:
+            self.messages.send(action, self.to_send.pop(action))
         elif action.kind in RECEIVES:
-            self._post_receive(action)
+            self.messages.post(action)
         else:
-            self._start_send(action)
+            self._report(action)
 
     def finish(self) -> None:
-        """Wait for the sends that no answer has confirmed."""
-        for message in self.messages.values():
-            message.wait()
-        assert not self.to_send and not self.held
+        self.messages.finish()
+        assert not (self.ready or self.to_send or self.held or self.kept), self
 
     def _forward(self, action: Action) -> None:
-        i, mesh = _number(action), self.runner.mesh
+        i, chunk = _place(action)
         micro_batch = self.micro_batches[i]
-        x = micro_batch.input_ids
-        if not mesh.is_first_stage:
-            x = self._received(Action(RECV_OF[Kind.F], i, action.stage)).requires_grad_(self.schedule.has_backward)
-        out = self.runner.stage_module(x, micro_batch)
-        if not mesh.is_last_stage:
-            self.to_send[Action(SEND_OF[Kind.F], i, action.stage)] = out.detach()
-        elif self.loss is None:
-            self.results[i] = out
-        else:
-            out, self.results[i] = self.loss(out, micro_batch)
-        if self.schedule.has_backward:
-            self.held[i] = _Held(x, get_gradient_edge(out))
+        x = micro_batch.input_ids if chunk == 0 else self._input_of(action).requires_grad_(self.learns)
+        with torch.set_grad_enabled(self.learns):
+            out = self.runner.stage_module(x, micro_batch, chunk)
+            if chunk != self.runner.chunks.last:
+                self._hand_on(action, chunk + 1, out.detach())
+            elif self.loss is None:
+                self.results[i] = out
+            else:
+                out, metrics = self.loss(out, micro_batch)
+                # A metric with a history would hold the whole graph.
+                self.results[i] = {name: value.detach() for name, value in metrics.items()}
+        if self.learns:
+            self.held[i, chunk] = _Held(x, get_gradient_edge(out))
 
     def _backward(self, action: Action) -> None:
-        i, mesh = _number(action), self.runner.mesh
-        grad = None if mesh.is_last_stage else self._received(Action(RECV_OF[Kind.B], i, action.stage))
-        held = self.held.pop(i)
-        torch.autograd.backward(held.root, grad)
-        if not mesh.is_first_stage:
-            assert held.x.grad is not None
-            self.to_send[Action(SEND_OF[Kind.B], i, action.stage)] = held.x.grad
+        i, chunk = _place(action)
+        grad = None if chunk == self.runner.chunks.last else self._input_of(action)
+        held = self.held.pop((i, chunk))
+        if (i, chunk) in self.split:
+            with self.runner.weight_grads.keeping() as kept:
+                torch.autograd.backward(held.root, grad)
+            self.kept[i, chunk] = kept
+        else:
+            torch.autograd.backward(held.root, grad)
+        if chunk != 0:
+            assert held.x.grad is not None, f"the output of chunk {chunk} does not depend on its input"
+            self._hand_on(action, chunk - 1, held.x.grad)
 
-    def _post_receive(self, action: Action) -> None:
-        runner, (group, peer) = self.runner, self._peer(action)
-        tokens = self.micro_batches[_number(action)].input_ids.shape[0] // runner.tokens_divisor
-        buffer = torch.empty(tokens, runner.hidden_size, dtype=runner.dtype, device=runner.mesh.device)
-        self.messages[action] = _Message(dist.irecv(buffer, peer, group=group.process_group), buffer)
+    def _input_of(self, compute: Action) -> Tensor:
+        receive = receive_for(self.runner.chunks, compute)
+        return self.ready.pop(compute) if receive is None else self.messages.wait(receive)
 
-    def _start_send(self, action: Action) -> None:
-        group, peer = self._peer(action)
-        tensor = self.to_send.pop(action).contiguous()
-        self.messages[action] = _Message(dist.isend(tensor, peer, group=group.process_group), tensor)
+    def _hand_on(self, made_by: Action, chunk: int, tensor: Tensor) -> None:
+        """Pass `tensor` to the same computation of the neighbouring `chunk`, here or on another stage."""
+        send = send_after(self.runner.chunks, made_by)
+        if send is None:
+            self.ready[Action(made_by.kind, made_by.index, chunk)] = tensor
+        else:
+            self.to_send[send] = tensor
 
-    def _peer(self, action: Action) -> tuple[AxisGroup, int]:
-        """The process group of the message's direction, and the global rank at the other end."""
-        mesh, flow = self.runner.mesh, FLOW[action.kind]
-        group = mesh.pipe_forward if flow > 0 else mesh.pipe_backward
-        return group, group.ranks[group.index + (flow if action.kind in SENDS else -flow)]
-
-    def _received(self, action: Action) -> Tensor:
-        tensor = self.messages.pop(action).wait()
-        for send in self.released[action]:
-            self.messages.pop(send).wait()  # over already, see `released_sends`: this only lets go of the buffer
-        return tensor
+    def _report(self, action: Action) -> None:
+        if action.kind is Kind.STEP:
+            self.events.step()
+            return
+        assert action.index is not None, action
+        (self.events.reduce if action.kind is Kind.REDUCE else self.events.reshard)(action.index)
 
 
-def _number(action: Action) -> int:
-    assert action.micro_batch is not None, action
-    return action.micro_batch
+def _place(compute: Action) -> tuple[int, int]:
+    """(micro-batch, chunk)."""
+    assert compute.index is not None and compute.chunk is not None, compute
+    return compute.index, compute.chunk
+
+
+def _arms(actions: Sequence[Action]) -> dict[Action, tuple[int, ...]]:
+    """By the last B or W before them, the buckets of REDUCE actions."""
+    arms: dict[Action, tuple[int, ...]] = {}
+    gradients: Action | None = None
+    for action in actions:
+        if action.kind in (Kind.B, Kind.W):
+            gradients = action
+        elif action.kind is Kind.REDUCE and gradients is not None and action.index is not None:
+            arms[gradients] = (*arms.get(gradients, ()), action.index)
+    return arms

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 import torch
@@ -25,25 +24,16 @@ from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.gradients import MainGrads
 from hybridflow.parallel.mesh import Mesh, everyone
 from hybridflow.parallel.optimizer import AdamWSettings, LrSchedule, ShardedAdamW, StepInfo
-from hybridflow.parallel.pipeline import Lane, PipelineRunner
-from hybridflow.parallel.schedule import Schedule, forward_only, gpipe, one_f_one_b
+from hybridflow.parallel.pipeline import Events, Lane, PipelineRunner
+from hybridflow.parallel.schedules.builders import ScheduleKind, forward_only
 from hybridflow.parallel.schedules.chunks import Chunks
+from hybridflow.parallel.schedules.messages import with_messages
+from hybridflow.parallel.schedules.training import build
 
 # What the last stage gives for its targets: log-probs and entropy; or values or scores `[targets]`.
 Output = HeadOutput | Tensor
 # (output, columns of the same targets) -> (scalar loss, sums to log); both add up over micro-batches and replicas.
 Loss = Callable[[Output, TokenColumns], tuple[Tensor, dict[str, Tensor]]]
-
-
-class ScheduleKind(Enum):
-    """Which pipeline schedule trains."""
-
-    ONE_F_ONE_B = "1f1b"
-    GPIPE = "gpipe"
-
-    def build(self, num_stages: int, num_micro_batches: int) -> Schedule:
-        builder = one_f_one_b if self is ScheduleKind.ONE_F_ONE_B else gpipe
-        return builder(num_stages, num_micro_batches)
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,8 @@ class ForwardEngine:
             chunk_layers=chunk_layers(model.num_layers, chunks, options.layers_per_stage),
             sequence_parallel=options.sequence_parallel, dtype=options.dtype,
         )
-        self.runner = PipelineRunner(self._run_stage, mesh, model.hidden_size, options.dtype, options.sequence_parallel)
+        self.runner = PipelineRunner(self._run_stage, mesh, chunks, model.hidden_size, options.dtype,
+                                     options.sequence_parallel)
 
     @property
     def storages(self) -> dict[str, Tensor]:
@@ -114,12 +105,12 @@ class ForwardEngine:
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], trace: Lane | None = None) -> list[Output]:
         """The answers for each micro-batch on the last stage, [] on the others."""
-        schedule = forward_only(self.mesh.layout.pp, len(micro_batches))
-        return self.runner.run(schedule, list(micro_batches), None, lambda: None, trace)
+        schedule = with_messages(forward_only(self.runner.chunks, len(micro_batches)))
+        return self.runner.run(schedule, list(micro_batches), trace=trace)
 
-    def _run_stage(self, x: Tensor, micro_batch: MicroBatch) -> Output | Tensor:
+    def _run_stage(self, x: Tensor, micro_batch: MicroBatch, chunk: int) -> Output | Tensor:
         # Entropy is a metric of training; where nothing is differentiated nobody asks for it.
-        return self.stage(x, micro_batch, temperature=self.options.temperature, with_entropy=torch.is_grad_enabled())
+        return self.stage(x, micro_batch, chunk, self.options.temperature, with_entropy=torch.is_grad_enabled())
 
 
 class TrainEngine(ForwardEngine):
@@ -155,11 +146,15 @@ class TrainEngine(ForwardEngine):
             skip: nothing is to be learned from this batch: take no step, but count it.
         """
         steps: list[StepInfo] = []
+
+        def step() -> None:
+            self.grads.reduce()
+            steps.append(self.optimizer.skip() if skip else self.optimizer.step())
+
         self.optimizer.zero_grad()
         terms = self.runner.run(
-            self.schedule.build(self.mesh.layout.pp, len(micro_batches)), list(micro_batches),
-            lambda output, micro_batch: loss(output, micro_batch.columns), self.grads.reduce, trace,
-            on_step=lambda: steps.append(self.optimizer.skip() if skip else self.optimizer.step()),
+            build(self.schedule, self.runner.chunks, len(micro_batches)), list(micro_batches),
+            lambda output, micro_batch: loss(output, micro_batch.columns), Events(step=step), trace,
         )
         self.version += not steps[0].skipped
         return Update(self._add_up(terms, names=self._names_of(loss, micro_batches[0])), steps[0])

@@ -24,8 +24,9 @@ from hybridflow.parallel.box import Box
 from hybridflow.parallel.collectives import all_gather, all_reduce
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.pipeline import PipelineRunner
-from hybridflow.parallel.schedule import one_f_one_b
+from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.schedules.chunks import Chunks
+from hybridflow.parallel.schedules.training import build as build_schedule
 from hybridflow.parallel.shard_map import ShardMap
 
 ROWS = [[3, 14, 15, 9, 26, 5, 35], [8, 9, 7], [66]]
@@ -104,9 +105,10 @@ def backward(built: Built, samples: list[tuple[Sample, torch.Tensor]], per_micro
         answers = output.log_probs if built.stage.head_kind is Head.LANGUAGE_MODEL else output
         return (batch.columns.weight * answers).sum(), {}
 
-    runner = PipelineRunner(built.stage, built.mesh, built.config.hidden_size, built.stage.dtype,
+    chunks = built.stage.chunks
+    runner = PipelineRunner(built.stage, built.mesh, chunks, built.config.hidden_size, built.stage.dtype,
                             built.stage.sequence_parallel)
-    runner.run(one_f_one_b(built.mesh.pp.size, len(batches)), batches, loss)
+    runner.run(build_schedule(ScheduleKind.ONE_F_ONE_B, chunks, len(batches)), batches, loss)
     syncs = built.stage.grad_syncs()
     for name, parameter in built.stage.named_parameters():
         for group in syncs[name].groups:

@@ -45,7 +45,7 @@ def test_a_run_leaves_metrics_samples_curve_trace_and_config(runs: Path):
     assert (runs / "ppo" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((runs / "ppo" / "trace.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X"}
-    assert {"step", "generate", "reshard", "update_actor", "update_critic", "F0", "B0", "REDUCE"} <= names
+    assert {"step", "generate", "reshard", "update_actor", "update_critic", "F0.0", "B0.0", "STEP"} <= names
     assert len((runs / "ppo" / "samples.jsonl").read_text().splitlines()) >= 2
     assert list((runs / "ppo").glob("**/*.wandb")) and list((runs / "ppo" / "tensorboard").iterdir())
 
