@@ -53,7 +53,7 @@ V_RULES = (
 )
 # Orders are compared by the sum of the times they take with these costs of F, B, W and a hop between stages.
 TRIALS = ((10, 10, 10, 0), (10, 10, 10, 1), (10, 12, 8, 1))
-ENOUGH = 4  # rules are compared on no more than about this many micro-batches for each stage: then an order repeats
+ENOUGH = 8  # rules are compared on no more than about this many micro-batches for each stage: by then an order repeats
 
 
 def zb_h1(chunks: Chunks, m: int) -> Schedule:
