@@ -107,7 +107,7 @@ class TrainConfig:
     schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
     """Pipeline schedule: gpipe | 1f1b | interleaved | zb-h1 | zb-v (see README). All the same at pp 1."""
     recompute: Recompute = Recompute.NONE
-    """Activations that are computed again in backward: none | selective (attention and MLP inside) | full (layers)."""
+    """Activations that backward computes again: none | selective (cheap ones: norms, SwiGLU) | full (whole layers)."""
     recompute_layers: int | None = None
     """Recompute in the first so many layers of each chunk only. null: in all."""
     zero_stage: int = 1
