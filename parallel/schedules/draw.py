@@ -20,19 +20,20 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hybridflow.parallel.schedules.actions import Action, Kind
-from hybridflow.parallel.schedules.timeline import Span, Timeline
+from hybridflow.parallel.schedules.actions import COMPUTE, Action, Kind
+from hybridflow.parallel.schedules.timeline import Timeline
 
 COLOURS = {Kind.F: "#2f6db3", Kind.B: "#d9641f", Kind.W: "#1a9a78", Kind.REDUCE: "#7b5ea7", Kind.STEP: "#2b2f33",
            Kind.RESHARD: "#d9a52b"}
-MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients", Kind.REDUCE: "reduce of a bucket",
-            Kind.STEP: "optimizer step", Kind.RESHARD: "reshard of a bucket"}
+MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients", Kind.REDUCE: "reduce",
+            Kind.STEP: "optimizer step", Kind.RESHARD: "reshard"}
 INK, GREY, IDLE = "#2b2f33", "#9aa0a6", "#eceef0"
 DOTS_PER_INCH = 150
 LEAST_WIDTH, MOST_WIDTH, LANE_HEIGHT = 9.0, 30.0, 0.42  # inches
 MARGINS = 2.6  # inches beside the lanes: names of stages, their idle times
 DIGIT_POINTS, NUMBER_SIZE = 4.6, 7.0  # width of a digit at the size of the numbers in cells
 TALL, FLAT = 0.78, 0.14  # heights of a cell and of a reduce under it, in lanes
+LEAST_MARK = 1.5  # points: reduces, steps and reshards are seen however short they are
 LIGHTEST = 0.55  # how far a stage's last chunk is blended to white
 
 
@@ -53,11 +54,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From the times of a timeline to the axis: factor and label, and the width of the lanes in points."""
+    """From the times of a timeline to the axis, and from there to points."""
 
     factor: float
     unit: str
     points: float  # for one unit of the axis
+    number: float  # points that the longest number of a micro-batch takes
 
 
 def draw(path: Path, title: str, panels: Sequence[Panel], clock: Clock = Clock.SECONDS) -> None:
@@ -90,9 +92,10 @@ def require_picture(path: Path) -> None:
 
 def _figure(title: str, panels: Sequence[Panel], clock: Clock) -> Figure:
     longest = max(panel.timeline.duration for panel in panels)
-    width = _width(panels, longest)
+    number = DIGIT_POINTS * _max_digits(panels) + 1
+    width = _width(panels, longest, number)
     factor, unit = _unit(clock, longest)
-    scale = _Scale(factor, unit, 72 * (width - MARGINS) / (factor * longest or 1.0))
+    scale = _Scale(factor, unit, 72 * (width - MARGINS) / (factor * longest or 1.0), number)
     lanes = [panel.timeline.num_stages for panel in panels]
     height = 1.1 + sum(0.75 + LANE_HEIGHT * num for num in lanes)
     figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
@@ -101,21 +104,24 @@ def _figure(title: str, panels: Sequence[Panel], clock: Clock) -> Figure:
     all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[num + 1.0 for num in lanes])[:, 0]
     for ax, panel in zip(all_axes, panels, strict=True):
         _draw_panel(ax, panel, scale)
-        ax.set_xlim(0, factor * longest or 1.0)
+        ax.set_xlim(0, (factor * longest or 1.0) + LEAST_MARK / scale.points)
     all_axes[-1].set_xlabel(scale.unit, color=INK, fontsize=9)
-    figure.legend(handles=_legend(panels), loc="outside lower left", ncols=7, frameon=False, fontsize=8.5,
-                  labelcolor=INK, handlelength=1.2, handleheight=1.0, columnspacing=1.6)
+    figure.legend(handles=_legend(panels), loc="outside lower left", ncols=8, frameon=False, fontsize=8.5,
+                  labelcolor=INK, handlelength=1.2, handleheight=1.0, columnspacing=1.4)
     return figure
 
 
-def _width(panels: Sequence[Panel], longest: float) -> float:
+def _width(panels: Sequence[Panel], longest: float, number: float) -> float:
     """Inches: wide enough for the numbers in the cells of a typical forward, within limits."""
-    forwards = [span for panel in panels for spans in panel.timeline.stages for span in spans
-                if span.action.kind is Kind.F]
-    typical = statistics.median(span.duration for span in forwards)
-    digits = max(len(_number(span.action)) for span in forwards)
-    wanted = longest / typical * (DIGIT_POINTS * digits + 4) / 72 if typical else 0.0
+    typical = statistics.median(span.duration for panel in panels for spans in panel.timeline.stages for span in spans
+                                if span.action.kind is Kind.F)
+    wanted = longest / typical * (number + 3) / 72 if typical else 0.0
     return min(max(LEAST_WIDTH, MARGINS + wanted), MOST_WIDTH)
+
+
+def _max_digits(panels: Sequence[Panel]) -> int:
+    return max(len(_number(span.action)) for panel in panels for stage in range(panel.timeline.num_stages)
+               for span in panel.timeline.compute(stage))
 
 
 def _unit(clock: Clock, longest: float) -> tuple[float, str]:
@@ -151,27 +157,22 @@ def _draw_lane(ax: Axes, timeline: Timeline, stage: int, scale: _Scale) -> None:
     for span in spans:
         colour, flat = _colour(span.action, chunks), span.action.kind in (Kind.REDUCE, Kind.RESHARD)
         left, width = scale.factor * (span.start - timeline.start), scale.factor * span.duration
+        if span.action.kind not in COMPUTE:
+            width = max(width, LEAST_MARK / scale.points)
+        elif width * scale.points >= scale.number:  # all of a kind have their numbers, or none, were they alike
+            ax.text(left + width / 2, stage, _number(span.action), fontsize=NUMBER_SIZE, zorder=4, ha="center",
+                    va="center_baseline", color=INK if _is_light(colour) else "white")
         cells[colour, flat].append((left, width))
-        if not flat and span.action.kind is not Kind.STEP:
-            _write_number(ax, span, (left + width / 2, stage), width * scale.points, colour)
     for (colour, flat), bars in cells.items():
         narrowest = min(width for _, width in bars) * scale.points
         low, height = (stage + TALL / 2, FLAT) if flat else (stage - TALL / 2, TALL)
-        edge = {"edgecolors": "white", "lw": min(0.6, 0.12 * narrowest)} if narrowest else \
-            {"edgecolors": colour, "lw": 1.2}  # what takes no time is a line
-        ax.broken_barh(bars, (low, height), facecolors=colour, zorder=3 if flat else 2, **edge)
+        ax.broken_barh(bars, (low, height), facecolors=colour, edgecolors="white", lw=min(0.6, 0.12 * narrowest),
+                       zorder=3 if flat else 2)
 
 
 def _chunks(timeline: Timeline, stage: int) -> list[int]:
     """The chunks of a stage, in the order of the model."""
     return sorted({span.action.chunk for span in timeline.compute(stage) if span.action.chunk is not None})
-
-
-def _write_number(ax: Axes, span: Span, centre: tuple[float, float], points: float, colour: str) -> None:
-    number = _number(span.action)
-    if points >= DIGIT_POINTS * len(number) + 1:
-        ax.text(*centre, number, fontsize=NUMBER_SIZE, color=INK if _is_light(colour) else "white", ha="center",
-                va="center_baseline", zorder=4)
 
 
 def _number(action: Action) -> str:
@@ -201,7 +202,7 @@ def _legend(panels: Sequence[Panel]) -> list[Patch]:
     patches = [Patch(facecolor=COLOURS[kind], label=name) for kind, name in names.items() if kind in kinds]
     patches.append(Patch(facecolor=IDLE, label="idle"))
     if any(len(_chunks(panel.timeline, stage)) > 1 for panel in panels for stage in range(panel.timeline.num_stages)):
-        patches.append(Patch(facecolor="none", label="(lighter: a stage's later chunks)"))
+        patches.append(Patch(facecolor="none", label="(lighter: later chunks)"))
     return patches
 
 

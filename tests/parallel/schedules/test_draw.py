@@ -53,8 +53,7 @@ def test_later_chunks_are_lighter_and_split_backwards_have_a_colour_of_their_own
     draw(path, "split", [Panel("simulated", simulate(Schedule.from_text(text, Chunks(1, 2)), costs))], Clock.FORWARDS)
     svg = path.read_text()
     assert all(f"fill: {colour}" in svg for colour in COLOURS.values())
-    assert {"weight gradients", "reduce of a bucket", "reshard of a bucket", "(lighter: a stage's later chunks)"} \
-        <= set(texts(svg))
+    assert {"weight gradients", "reduce", "reshard", "(lighter: later chunks)"} <= set(texts(svg))
     fills = set(re.findall(r"fill: (#[0-9a-f]{6})", svg)) - set(COLOURS.values())
     assert len(fills) >= 3  # the lighter F, B and W
 
@@ -62,7 +61,7 @@ def test_later_chunks_are_lighter_and_split_backwards_have_a_colour_of_their_own
 def test_cells_too_narrow_for_their_numbers_have_none(tmp_path):
     path = tmp_path / "wide.svg"
     draw(path, "many", [Panel("simulated", timeline(m=1000))], Clock.FORWARDS)
-    assert "777" not in texts(path.read_text())
+    assert not {"7", "77", "777"} & set(texts(path.read_text()))  # not some of them
 
 
 def test_other_files_than_pictures_are_refused(tmp_path):
