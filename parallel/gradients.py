@@ -157,10 +157,11 @@ class MainGrads:
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
                 param = named[slot.name]
-                param.register_post_accumulate_grad_hook(self._accumulate(index, slot))
                 if id(param) in by_linear:
                     assert weight_grads is not None
                     weight_grads.register(param, self._main_grad(index, slot), self._ready(index, slot))
+                else:
+                    param.register_post_accumulate_grad_hook(self._accumulate(index, slot))
 
     def _accumulate(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
         main_grad, ready = self._main_grad(index, slot), self._ready(index, slot)
