@@ -74,6 +74,7 @@ class Bucket:
         self.grad_dtype = torch.promote_types(kind.dtype, torch.float32)
         self.sharded = zero_stage > 0 and data.size > 1
         self._frees_grads = self.sharded and zero_stage == 2
+        self._is_freed = False
         share = size // data.size
         self.start, self.end = (data.index * share, (data.index + 1) * share) if self.sharded else (0, size)
         self._grads = None if self._frees_grads else self._new_grads(size)
@@ -87,7 +88,8 @@ class Bucket:
 
     @property
     def grads(self) -> Tensor:
-        """`[size]` gradients of the backwards so far; of zeros where they were freed since the last step."""
+        """`[size]` gradients of the backwards so far. Where they are freed once reduced, only the share is left."""
+        assert not self._is_freed, "these gradients were reduced: only the share is kept, until the next step"
         if self._grads is None:
             self._grads = self._new_grads(self.size)
         return self._grads
@@ -113,9 +115,11 @@ class Bucket:
             self.share.copy_(reduced)
         if self._frees_grads:
             self._grads = None
+            self._is_freed = True
 
     def clear(self) -> None:
         """Forget the gradients."""
+        self._is_freed = False
         if self._frees_grads:
             self._grads = None
         else:

@@ -1,70 +1,329 @@
-"""Main gradients against the whole model: sums over micro-batches, replicas and copies, under both zero stages."""
+"""Main gradients against the whole model: sums over micro-batches, replicas and copies, every stage, cut and hook."""
+
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from hybridflow.parallel import collectives
-from hybridflow.parallel.gradients import GradSync, MainGrads
+from hybridflow.parallel.collectives import Pending
+from hybridflow.parallel.comm_hook import Compressed, GradBucket, plain
+from hybridflow.parallel.gradients import MAX_IN_FLIGHT, GradSync, MainGrads
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.world import World
 from tests.parallel.toy_replica import MICRO_BATCHES, ToyStage, ToyWhole
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
+LAYOUTS = (Layout(tp=2, dp=2), Layout(pp=2, dp=2), Layout(tp=2, pp=2), Layout(dp=4), Layout(pp=4), Layout(dp=2, cp=2))
 
 
-def reduced(world: World, layout: Layout, zero_stage: int, dtype: torch.dtype, tolerance: float) -> None:
+def accumulate(stage: ToyStage, main: MainGrads, step: int, num_micro_batches: int, overlap: bool) -> None:
+    """The backwards of a step and their reduction, as an executor of schedules asks for them."""
+    every = tuple(range(len(main.buckets)))
+    for micro_batch in range(num_micro_batches):
+        if overlap and micro_batch == num_micro_batches - 1:
+            main.arm(every)
+        stage.loss(step, micro_batch).backward()
+        assert all(param.grad is None for param in stage.parameters())
+    if not overlap:
+        main.reduce()
+        return
+    for bucket in every:
+        main.start(bucket)
+    main.finish()
+
+
+def differs(stage: ToyStage, main: MainGrads, whole: ToyWhole) -> float:
+    """The largest difference of this rank's reduced gradients from those of the whole model."""
+    largest = 0.0
+    for bucket in main.buckets:
+        for slot in bucket.slots:
+            want = torch.full((bucket.size,), float("nan"), dtype=torch.float64)
+            want[slot.start : slot.end] = stage.local(slot.name, getattr(whole, slot.name).grad).flatten()
+            mine = slice(max(slot.start, bucket.start), max(slot.start, bucket.start, min(slot.end, bucket.end)))
+            got = bucket.share[mine.start - bucket.start : mine.stop - bucket.start]
+            largest = max([largest, *(got - want[mine]).abs().tolist()])
+    return largest
+
+
+def reduced(world: World, layout: Layout, zero_stage: int, dtype: torch.dtype = torch.float64, tolerance: float = 1e-12,
+            num_micro_batches: int = MICRO_BATCHES, overlap: bool = True, **options: object) -> None:
     mesh = Mesh(Grid.of(layout), world)
     stage, whole = ToyStage(mesh, dtype), ToyWhole()
-    main = MainGrads(stage, stage.syncs(), mesh.data, zero_stage)
+    main = MainGrads(stage, stage.syncs(), mesh.data, zero_stage, **options)
     for step in range(2):  # the second one must not see the first
+        accumulate(stage, main, step, num_micro_batches, overlap)
+        whole.backward(step, layout, num_micro_batches)
+        assert all(bucket.share.dtype == torch.promote_types(dtype, torch.float32) for bucket in main.buckets)
+        worst = differs(stage, main, whole)
+        assert worst <= tolerance, (layout, zero_stage, options, worst)
+        assert main.num_reductions == (step + 1) * len(main.buckets) * (mesh.data.size > 1)
         main.zero()
-        for micro_batch in range(MICRO_BATCHES):
-            stage.loss(step, micro_batch).backward()
-            assert all(param.grad is None for param in stage.parameters())
-        main.reduce()
-        whole.backward(step, layout)
-        for bucket in main.buckets:
-            assert bucket.grads.dtype == torch.promote_types(dtype, torch.float32)
-            for slot in bucket.slots:
-                want = torch.full_like(bucket.grads, float("nan"))
-                want[slot.start : slot.end] = stage.local(slot.name, getattr(whole, slot.name).grad).flatten()
-                mine = slice(max(slot.start, bucket.start), min(slot.end, bucket.end))
-                torch.testing.assert_close(bucket.grads[mine], want[mine], rtol=tolerance, atol=tolerance)
+
+
+def halved_and_doubled(bucket: GradBucket) -> Pending:
+    """A hook made of others: works on the buffer, and on the result when it is there."""
+    bucket.grads.mul_(0.5)
+    return plain(bucket).then(lambda share: share * 2)
 
 
 def all_layouts(world: World) -> None:
-    for layout in (Layout(tp=2, dp=2), Layout(pp=2, dp=2), Layout(tp=2, pp=2), Layout(dp=4), Layout(pp=4)):
-        for zero_stage in (0, 1):
-            reduced(world, layout, zero_stage, torch.float64, 1e-12)
-    reduced(world, Layout(tp=2, dp=2), 1, torch.bfloat16, 1e-1)
-    collectives.PIECE, before = 4 * 7, collectives.PIECE  # 7 elements of each rank at a time
-    reduced(world, Layout(dp=4), 1, torch.float64, 1e-12)
+    for layout in LAYOUTS if world.size == 4 else (Layout(dp=2), Layout(pp=2), Layout(tp=2), Layout(cp=2)):
+        for zero_stage in (0, 1, 2):
+            for bucket_bytes, num_micro_batches in ((None, 1), (1, 3), (400, 3)):
+                reduced(world, layout, zero_stage, bucket_bytes=bucket_bytes, num_micro_batches=num_micro_batches)
+            reduced(world, layout, zero_stage, overlap=False, chunk_of=lambda name: "tbcn".index(name[0]))
+    data = Layout(dp=world.size)
+    for zero_stage in (0, 1, 2):
+        reduced(world, data, zero_stage, torch.bfloat16, 0.3, bucket_bytes=200)
+        reduced(world, data, zero_stage, hook=halved_and_doubled)
+        reduced(world, data, zero_stage, tolerance=0.2, reduce_dtype=torch.bfloat16)
+    collectives.PIECE, before = world.size * 7, collectives.PIECE  # 7 elements of each rank at a time
+    for zero_stage in (1, 2):
+        reduced(world, data, zero_stage)
     collectives.PIECE = before
 
 
-def bytes_reduced(world: World) -> tuple[int, int]:
-    """(bytes put into collectives, bytes of all gradients) with tp 1, so that only data-parallel sums are made."""
-    mesh = Mesh(Grid.of(Layout(dp=world.size)), world)
-    stage = ToyStage(mesh, torch.float32)
-    main = MainGrads(stage, stage.syncs(), mesh.dp)
-    main.reduce()
-    return main.reduced_bytes, sum(bucket.grads.nbytes for bucket in main.buckets)
+def faulty(world: World, hook: object) -> bool:
+    """Whether the comparison above sees what `hook` does wrong."""
+    try:
+        reduced(world, Layout(dp=2), 1, hook=hook)
+    except AssertionError:
+        return True
+    return False
+
+
+def twice(bucket: GradBucket) -> Pending:
+    plain(GradBucket(bucket.index, bucket.grads, torch.empty_like(bucket.share), bucket.group, bucket.sharded)).wait()
+    return plain(bucket).then(lambda share: share * 2)
+
+
+def mean(bucket: GradBucket) -> Pending:
+    return plain(bucket).then(lambda share: share / bucket.group.size)
+
+
+def neighbour(bucket: GradBucket) -> Pending:
+    return plain(bucket).then(lambda share: share.roll(1))
 
 
 def test_one_rank() -> None:
-    reduced(World.single(CPU), Layout(), 0, torch.float64, 1e-12)
-    reduced(World.single(CPU), Layout(), 1, torch.float64, 1e-12)
+    for zero_stage in (0, 1, 2):
+        reduced(World.single(CPU), Layout(), zero_stage, bucket_bytes=100)
 
 
-def test_four_ranks() -> None:
-    run_ranks(4, all_layouts)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_are_those_of_the_whole_model(ranks: int) -> None:
+    run_ranks(ranks, all_layouts)
 
 
-def test_bytes_are_counted() -> None:
-    for counted, wanted in run_ranks(4, bytes_reduced):
-        assert counted == wanted > 0
+@pytest.mark.parametrize("hook", [twice, mean, neighbour])
+def test_a_planted_fault_is_seen(hook: object) -> None:
+    assert all(run_ranks(2, faulty, hook))
+
+
+class Stack(nn.Module):
+    """Four square matrices in a row, each with a norm-like scale: `layers.0.weight` `[8, 8]` and so on."""
+
+    def __init__(self, width: int = 8, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(depth))
+        for i, layer in enumerate(self.layers):
+            layer.weight.data.copy_(torch.randn(width, width, generator=torch.Generator().manual_seed(i)))
+
+    def forward(self, x: torch.Tensor, layers: Sequence[int] | None = None) -> torch.Tensor:
+        for i in range(len(self.layers)) if layers is None else layers:
+            x = self.layers[i](x).tanh()
+        return x.sum()
+
+
+MATRIX = 8 * 8 * 8  # bytes of one
+
+
+class Recorder:
+    """A hook that notes what it sees when it is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, bool, int]] = []  # bucket, inside a backward, gradient bytes held
+        self.main: MainGrads | None = None
+        self.in_backward = False
+
+    def __call__(self, bucket: GradBucket) -> Pending:
+        held = sum(bucket.grad_nbytes for bucket in self.main.buckets)
+        self.calls.append((bucket.index, self.in_backward, held))
+        return plain(bucket)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.in_backward = True
+        loss.backward()
+        self.in_backward = False
+
+
+def recorded(world: World, depth: int, **options: object) -> tuple[Stack, Recorder]:
+    mesh = Mesh(Grid.of(Layout(dp=world.size)), world)
+    module, recorder = Stack(depth=depth), Recorder()
+    recorder.main = MainGrads(module, {}, mesh.data, hook=recorder, **options)
+    return module, recorder
+
+
+def starts_inside_the_last_backward(world: World) -> None:
+    module, recorder = recorded(world, 4, bucket_bytes=MATRIX)
+    main, x = recorder.main, torch.ones(2, 8, dtype=torch.float64)
+    assert [bucket.slots[0].name for bucket in main.buckets] == [f"layers.{i}.weight" for i in (3, 2, 1, 0)]
+    recorder.backward(module(x))
+    assert recorder.calls == []  # nothing is armed
+    main.arm((0, 1, 2, 3))
+    recorder.backward(module(x))
+    assert [call[:2] for call in recorder.calls] == [(i, True) for i in range(4)]
+    for bucket in range(4):
+        main.start(bucket)
+    main.finish()
+    assert len(recorder.calls) == 4
+    main.zero()
+
+    recorder.calls.clear()  # rank 1 has no gradient for layer 2: its bucket 1 and what follows wait to be forced
+    main.arm((0, 1, 2, 3))
+    recorder.backward(module(x, (0, 1, 3) if world.rank == 1 else None))
+    inside = 1 if world.rank == 1 else 4
+    main.start(2)
+    assert [call[:2] for call in recorder.calls][:3] == [(i, i < inside) for i in range(3)]
+    main.start(3)
+    main.finish()
+    got = torch.stack([bucket.share for bucket in main.buckets])
+    want = torch.zeros_like(got)
+    for layers in ((0, 1, 2, 3), (0, 1, 3)):
+        grads = torch.autograd.grad(module(x, layers), list(module.parameters()), materialize_grads=True)
+        want += torch.stack([grad.flatten() for grad in reversed(grads)])
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    with pytest.raises(AssertionError, match=r"layers.3.weight got a gradient after its bucket 0"):
+        module(x).backward()
+
+
+def test_a_reduction_starts_inside_the_backward_that_completes_its_bucket_and_in_order() -> None:
+    run_ranks(2, starts_inside_the_last_backward)
+
+
+def zero_2_memory(world: World) -> None:
+    depth = 12
+    module, recorder = recorded(world, depth, bucket_bytes=MATRIX, zero_stage=2)
+    main, x = recorder.main, torch.ones(2, 8, dtype=torch.float64)
+    shares = depth * MATRIX // world.size
+    for _ in range(2):
+        assert sum(bucket.grad_nbytes for bucket in main.buckets) == shares
+        main.arm(tuple(range(depth)))
+        recorder.backward(module(x))
+        # One that is being filled, and those on their way.
+        assert max(held for *_, held in recorder.calls) <= shares + (1 + MAX_IN_FLIGHT) * MATRIX
+        main.reduce()
+        assert sum(bucket.grad_nbytes for bucket in main.buckets) == shares
+        with pytest.raises(AssertionError, match="only the share is kept"):
+            _ = main.buckets[0].grads
+        main.zero()
+    recorder.backward(module(x))  # not armed: full gradients stay for the micro-batches to come
+    assert sum(bucket.grad_nbytes for bucket in main.buckets) == shares + depth * MATRIX
+    main.zero()
+
+
+def test_zero_2_holds_shares_and_a_few_buckets() -> None:
+    run_ranks(2, zero_2_memory)
+
+
+def bytes_reduced(world: World, zero_stage: int, num_micro_batches: int, **options: object) -> tuple[int, int]:
+    """(bytes put into reductions, bytes of all gradients) with tp 1, so that only sums over data are made."""
+    mesh = Mesh(Grid.of(Layout(dp=world.size)), world)
+    stage = ToyStage(mesh, torch.float32)
+    main = MainGrads(stage, stage.syncs(), mesh.data, zero_stage, **options)
+    accumulate(stage, main, 0, num_micro_batches, overlap=True)
+    return main.reduced_bytes, sum(4 * bucket.size for bucket in main.buckets)
+
+
+def test_bytes_are_counted_and_do_not_depend_on_micro_batches() -> None:
+    for zero_stage, num_micro_batches in ((0, 1), (1, 1), (2, 1), (2, 7)):
+        for counted, wanted in run_ranks(4, bytes_reduced, zero_stage, num_micro_batches):
+            assert counted == wanted > 0
+        halved = run_ranks(4, partial(bytes_reduced, reduce_dtype=torch.bfloat16), zero_stage, num_micro_batches)
+        assert all(2 * counted == wanted for counted, wanted in halved)
+
+
+def in_bf16(world: World, zero_stage: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Where this rank's share starts, the share reduced in bf16, and what every rank put in."""
+    mesh = Mesh(Grid.of(Layout(dp=world.size)), world)
+    module = nn.Linear(100, 1, bias=False)
+    main = MainGrads(module, {}, mesh.data, zero_stage, reduce_dtype=torch.bfloat16)
+    mine = torch.randn(1, 100, generator=torch.Generator().manual_seed(world.rank))
+    module(mine).backward()
+    main.reduce()
+    return main.buckets[0].start, main.buckets[0].share, mine[0]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_only_the_wire_is_in_bf16(zero_stage: int) -> None:
+    by_rank = run_ranks(4, in_bf16, zero_stage)
+    parts = [mine.bfloat16().float() for _, _, mine in by_rank]
+    want = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    want = torch.cat([want if zero_stage else want.bfloat16().float(), torch.zeros(28)])
+    for start, share, _ in by_rank:
+        assert torch.equal(share, want[start : start + len(share)])
+
+
+class Broken(Exception):
+    pass
+
+
+def hook_raises(world: World, late: bool) -> None:
+    def broken(bucket: GradBucket) -> Pending:
+        def fail(share: torch.Tensor) -> torch.Tensor:
+            raise Broken("no route")
+
+        return plain(bucket).then(fail) if late else fail(bucket.share)
+
+    mesh = Mesh(Grid.of(Layout(dp=world.size)), world)
+    module = nn.Linear(3, 1, bias=False)
+    main = MainGrads(module, {}, mesh.data, hook=broken)
+    main.arm((0,))
+    with pytest.raises(Broken, match="no route"):
+        module(torch.ones(1, 3)).backward()
+        assert late
+        main.finish()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_errors_of_a_hook_travel(late: bool) -> None:
+    run_ranks(2, hook_raises, late)
+
+
+def test_half_gradients_accumulate_in_fp32() -> None:
+    """512 micro-batches of bf16 gradients: right to 1e-6 of their sum, where a bf16 sum is 2.6% off."""
+    mesh = Mesh(Grid.of(Layout()), World.single(CPU))
+    module = nn.Linear(1, 64, bias=False).bfloat16()
+    main = MainGrads(module, {}, mesh.data)
+    want, rounded = torch.zeros(64, dtype=torch.float64), torch.zeros(64, dtype=torch.bfloat16)
+    for micro_batch in range(512):
+        grad = torch.rand(64, generator=torch.Generator().manual_seed(micro_batch)).bfloat16()
+        (module(torch.ones(1, 1, dtype=torch.bfloat16)) * grad).sum().backward()
+        want += grad.double()
+        rounded += grad
+    main.reduce()
+    got = main.buckets[0].share[:64].double()
+    assert ((got - want).norm() / want.norm()).item() < 1e-6
+    assert ((rounded.double() - want).norm() / want.norm()).item() > 1e-2
+
+
+def test_buckets_keep_chunks_kinds_and_size_apart() -> None:
+    mesh = Mesh(Grid.of(Layout()), World.single(CPU))
+    module = nn.Module()
+    shapes = {"embed": (8, 4), "first": (4, 4), "norm": (4,), "second": (4, 4), "third": (4, 4), "value": (1, 4)}
+    for name, shape in shapes.items():
+        module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+    main = MainGrads(module, {}, mesh.data, chunk_of=lambda name: 5 if name in ("third", "value") else 2,
+                     bucket_bytes=128)
+    names = [[slot.name for slot in bucket.slots] for bucket in main.buckets]
+    assert names == [["value"], ["third"], ["norm"], ["second", "first"], ["embed"]]  # embed alone has 128 bytes
+    assert main.bucket_chunks == (5, 5, 2, 2, 2)
+    tiny = MainGrads(module, {}, mesh.data, bucket_bytes=1)
+    assert [bucket.slots[0].name for bucket in tiny.buckets] == list(reversed(shapes))
 
 
 def test_parameters_become_views_and_keep_their_values() -> None:
@@ -72,7 +331,7 @@ def test_parameters_become_views_and_keep_their_values() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Linear(2, 3, bias=False))
     module[1].bias.requires_grad_(False)
     before = {name: param.detach().clone() for name, param in module.named_parameters()}
-    main = MainGrads(module, {}, mesh.dp)
+    main = MainGrads(module, {}, mesh.data)
     for name, param in module.named_parameters():
         assert torch.equal(param, before[name])
     assert [[slot.name for slot in bucket.slots] for bucket in main.buckets] == [
@@ -86,7 +345,7 @@ def test_a_weight_used_twice_is_one_parameter() -> None:
     mesh = Mesh(Grid.of(Layout()), World.single(CPU))
     module = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     module["head"].weight = module["embed"].weight
-    main = MainGrads(module, {}, mesh.dp)
+    main = MainGrads(module, {}, mesh.data)
     module["head"](module["embed"](torch.tensor([1, 2]))).sum().backward()
     weight = module["embed"].weight
     assert weight.data_ptr() == module["head"].weight.data_ptr() == main.buckets[0].params.data_ptr()
@@ -101,7 +360,7 @@ def test_counted_ranges_merge_neighbours_and_stay_in_the_share() -> None:
     module = nn.Module()
     for name in "dcba":
         module.register_parameter(name, nn.Parameter(torch.zeros(40)))
-    bucket = MainGrads(module, {"c": GradSync(counted=False)}, mesh.dp).buckets[0]
+    bucket = MainGrads(module, {"c": GradSync(counted=False)}, mesh.data).buckets[0]
     assert bucket.counted_ranges() == [(0, 104), (192, 232)]  # slots start at 0, 64, 128, 192
     bucket.start, bucket.end = 70, 200
     assert bucket.counted_ranges() == [(0, 34), (122, 130)]
@@ -111,10 +370,16 @@ def test_faults() -> None:
     mesh = Mesh(Grid.of(Layout()), World.single(CPU))
     module = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="zero_stage 3 must be 0"):
-        MainGrads(module, {}, mesh.dp, 3)
+        MainGrads(module, {}, mesh.data, 3)
     with pytest.raises(ValueError, match=r"name no parameter of the stage: \['wieght'\]"):
-        MainGrads(module, {"wieght": GradSync()}, mesh.dp)
-    main = MainGrads(module, {}, mesh.dp)
+        MainGrads(module, {"wieght": GradSync()}, mesh.data)
+    with pytest.raises(ValueError, match="bucket_bytes 0 must be at least 1"):
+        MainGrads(module, {}, mesh.data, bucket_bytes=0)
+    with pytest.raises(ValueError, match="give it or a reduce_dtype"):
+        MainGrads(module, {}, mesh.data, hook=Compressed(), reduce_dtype=torch.bfloat16)
+    main = MainGrads(module, {}, mesh.data)
+    with pytest.raises(AssertionError, match=r"buckets \[0, 1\] were never started"):
+        main.finish()
     main.reduce()
     with pytest.raises(AssertionError, match="once a step"):
         main.reduce()

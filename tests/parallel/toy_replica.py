@@ -1,6 +1,6 @@
-"""A toy model over (tp, pp, dp) with one parameter of each kind, and the same model whole, for gradients and optimizer.
+"""A toy model over (tp, pp, data) with one parameter of each kind, and the same model whole.
 
-Losses are sums of 0.5 c (p - 1)^2 with random c for each (parameter, step, micro-batch, dp rank, part), so that every
+Losses are sums of 0.5 c (p - 1)^2 with random c for each (parameter, step, micro-batch, data rank, part), so that every
 gradient depends on the steps before it. Parts are contributions of different ranks to one shared parameter.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.gradients import GradSync
-from hybridflow.parallel.mesh import Layout, Mesh
+from hybridflow.parallel.mesh import Grid, Layout, Mesh
+from hybridflow.parallel.shard_map import ShardMap
 
-SHAPES = {"cut": (6, 5), "tied": (7, 5), "norm": (5,), "bias": (5,)}
+SHAPES = {"cut": (6, 25), "tied": (7, 5), "norm": (5,), "bias": (5,)}
 MICRO_BATCHES = 3
 
 
@@ -34,6 +36,24 @@ def num_parts(name: str, layout: Layout) -> int:
     return {"norm": layout.tp, "tied": min(layout.pp, 2)}.get(name, 1)
 
 
+def held(stage: int, pp: int) -> list[str]:
+    """The parameters of a stage."""
+    homes = {"cut": {0}, "tied": {0, pp - 1}, "norm": {1 % pp}, "bias": {2 % pp}}
+    return [name for name in SHAPES if stage in homes[name]]
+
+
+def toy_shard_map(grid: Grid) -> ShardMap:
+    """Where the parameters of every rank's `ToyStage` lie."""
+    def shards_of(rank: int) -> list[Shard]:
+        at, tp = grid.coord(rank), grid.layout.tp
+        boxes = {name: Box.whole(name, shape) for name, shape in SHAPES.items()}
+        rows = SHAPES["cut"][0] // tp
+        boxes["cut"] = Box("cut", (at.tp * rows, 0), ((at.tp + 1) * rows, SHAPES["cut"][1]))
+        return [Shard.of_rows(boxes[name], name) for name in held(at.pp, grid.layout.pp)]
+
+    return ShardMap(dict(SHAPES), grid.ranks, shards_of)
+
+
 class ToyStage(nn.Module):
     """`cut` is cut by rows over tp; `norm` gets a part of its gradient on each tp rank; `bias` is computed alike on
     all of them; `tied` is on the first and the last stage. The others have one stage each.
@@ -42,9 +62,7 @@ class ToyStage(nn.Module):
     def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         self.mesh = mesh
-        pp, stage = mesh.pp.size, mesh.pp.index
-        homes = {"cut": {0}, "tied": {0, pp - 1}, "norm": {1 % pp}, "bias": {2 % pp}}
-        for name in [name for name in SHAPES if stage in homes[name]]:
+        for name in held(mesh.pp.index, mesh.pp.size):
             self.register_parameter(name, nn.Parameter(self.local(name, start(name)).to(dtype)))
 
     def local(self, name: str, full: Tensor) -> Tensor:
@@ -63,7 +81,7 @@ class ToyStage(nn.Module):
         mesh, total = self.mesh, torch.zeros((), dtype=torch.float64)
         for name, param in self.named_parameters():
             part = {"norm": mesh.tp.index, "tied": int(not mesh.is_first_stage)}.get(name, 0)
-            c = self.local(name, factors(name, step, micro_batch, mesh.dp.index, part))
+            c = self.local(name, factors(name, step, micro_batch, mesh.data.index, part))
             total = total + 0.5 * (c * (param - 1.0).square()).sum()
         return total
 
@@ -76,10 +94,11 @@ class ToyWhole(nn.Module):
         for name in SHAPES:
             self.register_parameter(name, nn.Parameter(start(name)))
 
-    def backward(self, step: int, layout: Layout) -> None:
+    def backward(self, step: int, layout: Layout, num_micro_batches: int = MICRO_BATCHES) -> None:
         self.zero_grad()
         for name, param in self.named_parameters():
-            c = sum(factors(name, step, m, d, part) for m in range(MICRO_BATCHES) for d in range(layout.dp)
+            c = sum(factors(name, step, m, d, part)
+                    for m in range(num_micro_batches) for d in range(layout.dp * layout.cp)
                     for part in range(num_parts(name, layout)))
             (0.5 * (c * (param - 1.0).square()).sum()).backward()
 
