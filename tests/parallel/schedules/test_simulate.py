@@ -39,6 +39,13 @@ def test_the_bubble_of_interleaving(pp, vpp, m):
     assert got == pytest.approx((pp - 1) / (vpp * m + pp - 1))
 
 
+@pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 8), (8, 16), (8, 64)])
+def test_the_bubble_of_zb_h1(pp, m):
+    """(pp - 1)(F + B - W) of idle time on each stage, arXiv 2401.10241 table 2."""
+    got = simulate(schedule(ScheduleKind.ZB_H1, pp, m), Costs()).bubble_fraction
+    assert got == pytest.approx((pp - 1) / (3 * m + pp - 1))
+
+
 @pytest.mark.parametrize(("pp", "m"), [(1, 1), (3, 1), (4, 9)])
 def test_forwards_alone_fill_the_pipeline_once(pp, m):
     timeline = simulate(with_messages(forward_only(Chunks(pp), m)), Costs(forward=2.0))
@@ -144,6 +151,7 @@ def test_zero_bubble_schedules_idle_less_than_1f1b():
         return simulate(schedule(kind, 4, 8, vpp), Costs(1 / vpp, 1 / vpp, 1 / vpp)).bubble_fraction
 
     assert bubble(ScheduleKind.ZB_V, 2) < bubble(ScheduleKind.ZB_H1) < bubble(ScheduleKind.ONE_F_ONE_B)
+    assert bubble(ScheduleKind.ZB_V, 2) < bubble(ScheduleKind.ONE_F_ONE_B) / 3
 
 
 def test_a_timeline_that_starts_late_has_the_same_bubble():
