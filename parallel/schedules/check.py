@@ -132,9 +132,9 @@ def _check_updates(schedule: Schedule, stage: int, chunk_of_bucket: Sequence[int
             if chunk is None or open_chunks[chunk]:
                 raise ValueError(f"stage {stage} has {action} behind {latest or 'nothing'}, but chunk {chunk} has "
                                  "gradients to come")
-        elif action == STEP:
+        if action == STEP:
             stepped = True
-        if stepped and (action.kind in (*COMPUTE, Kind.REDUCE)):
+        elif stepped and action.kind is not Kind.RESHARD:  # a message too: a stage that needs it never reaches its STEP
             raise ValueError(f"stage {stage} has STEP before {action}")
         if not stepped and action.kind is Kind.RESHARD:
             raise ValueError(f"stage {stage} has {action} before STEP")
