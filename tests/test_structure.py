@@ -9,9 +9,9 @@ from hybridflow.algorithms.kl import KlEstimator
 from hybridflow.algorithms.reduction import LossReduction
 from hybridflow.config import words
 from hybridflow.data.token_rows import Overlong
-from hybridflow.engine.native import ScheduleKind
 from hybridflow.models.config import Family
 from hybridflow.parallel.optimizer import Decay
+from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.rewards.function import ReasoningScoring
 
 ROOT = Path(__file__).parent.parent

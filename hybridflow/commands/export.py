@@ -15,12 +15,12 @@ from hybridflow.commands.job import Job
 from hybridflow.config.layouts import Role, role_layout
 from hybridflow.config.schema import Config
 from hybridflow.config.words import MixedPrecision
-from hybridflow.engine.native import EngineOptions, ForwardEngine
+from hybridflow.engine.native import ForwardEngine
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.hf_export import export_hf, tokenizer_files
-from hybridflow.parallel.mesh import Grid, Layout, Mesh
+from hybridflow.parallel.mesh import Mesh
 from hybridflow.parallel.world import World
-from hybridflow.trainer.build import DTYPES
+from hybridflow.trainer.engine_options import DTYPES, engine_options, grid_of
 from hybridflow.trainer.inputs import require_weights
 
 
@@ -29,7 +29,7 @@ def prepare(config: Config) -> Job:
 
     The job then copies model.path, read at train.layout, to logging.dir/export.
 
-    The tensors keep their dtype, unless train.mixed_precision is bf16 or fp64.
+    The tensors keep their dtype, unless train.mixed_precision is bf16, fp16 or fp64.
 
     Raises:
         ValueError: there is a model in that folder already, such as the one that a training run left.
@@ -46,10 +46,8 @@ def _run(config: Config, model: ModelConfig) -> None:
     wanted = None if precision is MixedPrecision.NO else DTYPES[precision]
     with closing(World.from_env(config.train.timeout_s)) as world:
         written = role_layout(config, Role.ACTOR, world.size)
-        stages = tuple(written.layers_per_stage) if written.layers_per_stage else None
-        options = EngineOptions(wanted or model.file_dtype or torch.float32, layers_per_stage=stages)
-        mesh = Mesh(Grid.of(Layout(written.tp, written.pp, written.dp)), world)
-        engine = ForwardEngine(model, mesh, Head.LANGUAGE_MODEL, options)
+        options = engine_options(config, written, wanted or model.file_dtype or torch.float32)
+        engine = ForwardEngine(model, Mesh(grid_of(written), world), Head.LANGUAGE_MODEL, options)
         engine.load(config.model.path, seed=0)
         export_hf(folder, model, engine.shard_map, engine.storages, world, tokenizer_files(config.model.path),
                   dtype=wanted)

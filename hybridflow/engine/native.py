@@ -6,13 +6,16 @@ nothing of rollouts, algorithms or how rows were chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hybridflow.engine.options import EngineOptions, TrainOptions
 from hybridflow.micro_batch import MicroBatch, TokenColumns
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage, HeadOutput
@@ -22,33 +25,32 @@ from hybridflow.models.layout import chunk_layers
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.gradients import MainGrads
+from hybridflow.parallel.loss_scale import LossScale
 from hybridflow.parallel.mesh import Mesh, everyone
-from hybridflow.parallel.optimizer import AdamWSettings, LrSchedule, ShardedAdamW, StepInfo
+from hybridflow.parallel.offload import HostCopy
+from hybridflow.parallel.optimizer import LrSchedule, ShardedAdamW, StepInfo
+from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.pipeline import Events, Lane, PipelineRunner
-from hybridflow.parallel.schedules.builders import ScheduleKind, forward_only
+from hybridflow.parallel.schedules.actions import Schedule
+from hybridflow.parallel.schedules.builders import forward_only
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.schedules.messages import with_messages
 from hybridflow.parallel.schedules.training import build
+from hybridflow.parallel.weight_grads import WeightGrads
 
-# What the last stage gives for its targets: log-probs and entropy; or values or scores `[targets]`.
+# What the last chunk gives for its targets: log-probs and entropy; or values or scores `[targets]`.
 Output = HeadOutput | Tensor
 # (output, columns of the same targets) -> (scalar loss, sums to log); both add up over micro-batches and replicas.
 Loss = Callable[[Output, TokenColumns], tuple[Tensor, dict[str, Tensor]]]
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """How an engine lays out and runs its model.
+class Resharder(Protocol):
+    """Who takes the new weights as soon as a step is over, bucket by bucket."""
 
-    Attributes:
-        layers_per_stage: None for an even split.
-        temperature: of the distribution that log-probs and entropy are of.
-    """
+    @property
+    def num_buckets(self) -> int: ...
 
-    dtype: torch.dtype = torch.float32
-    sequence_parallel: bool = False
-    layers_per_stage: tuple[int, ...] | None = None
-    temperature: float = 1.0
+    def fill_bucket(self, number: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,19 @@ class ForwardEngine:
 
     def __init__(self, model: ModelConfig, mesh: Mesh, head: Head, options: EngineOptions) -> None:
         self.model, self.mesh, self.head, self.options = model, mesh, head, options
-        chunks = Chunks(mesh.layout.pp)
-        self.shard_map = decoder_shard_map(model, mesh.grid, head, chunks, options.layers_per_stage)
+        self.chunks = Chunks(mesh.layout.pp) if options.chunks is None else options.chunks
+        self.shard_map = decoder_shard_map(model, mesh.grid, head, self.chunks, options.layers_per_chunk)
         self.stage = DecoderStage(
-            model, mesh, head, chunks=chunks,
-            chunk_layers=chunk_layers(model.num_layers, chunks, options.layers_per_stage),
-            sequence_parallel=options.sequence_parallel, dtype=options.dtype,
+            model, mesh, head, chunks=self.chunks,
+            chunk_layers=chunk_layers(model.num_layers, self.chunks, options.layers_per_chunk),
+            sequence_parallel=options.sequence_parallel, dtype=options.dtype, recompute=options.recompute,
+            recompute_layers=options.recompute_layers,
         )
-        self.runner = PipelineRunner(self._run_stage, mesh, chunks, model.hidden_size, options.dtype,
-                                     options.sequence_parallel)
+        self.weight_grads = WeightGrads()
+        self.runner = PipelineRunner(self._run_chunk, mesh, self.chunks, model.hidden_size, options.dtype,
+                                     options.sequence_parallel, self.weight_grads)
+        self._schedules: dict[tuple[int, ...], Schedule] = {}
+        self._host_copy: HostCopy | None = None
 
     @property
     def storages(self) -> dict[str, Tensor]:
@@ -86,13 +92,18 @@ class ForwardEngine:
 
     @property
     def token_multiple(self) -> int:
-        """What the tokens of a micro-batch must be a multiple of."""
+        """What the tokens of a micro-batch on one context rank must be a multiple of."""
         return self.mesh.tp.size if self.options.sequence_parallel else 1
 
     @property
+    def has_head(self) -> bool:
+        """Whether this rank's stage has the last chunk."""
+        return self.mesh.coord.pp == self.chunks.head_stage
+
+    @property
     def answers(self) -> bool:
-        """Whether this rank is the one of its replica whose answers count: last stage, first tensor rank."""
-        return self.mesh.is_last_stage and self.mesh.tp.index == 0
+        """Whether this rank is the one of its replica whose whole answers count: with the head, first of tp and cp."""
+        return self.has_head and self.mesh.tp.index == 0 and self.mesh.cp.index == 0
 
     def draw(self, seed: int) -> None:
         """Fill the weights at random, the same model for every layout."""
@@ -104,11 +115,34 @@ class ForwardEngine:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], trace: Lane | None = None) -> list[Output]:
-        """The answers for each micro-batch on the last stage, [] on the others."""
-        schedule = with_messages(forward_only(self.runner.chunks, len(micro_batches)))
-        return self.runner.run(schedule, list(micro_batches), trace=trace)
+        """The answers for each micro-batch (its own targets) on the stage with the head, [] on the others."""
+        key = (len(micro_batches),)
+        if key not in self._schedules:
+            self._schedules[key] = with_messages(forward_only(self.chunks, len(micro_batches)))
+        return self.runner.run(self._schedules[key], list(micro_batches), trace=trace)
 
-    def _run_stage(self, x: Tensor, micro_batch: MicroBatch, chunk: int) -> Output | Tensor:
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """This engine's turn: inside, all that it holds is on the device. Turns may nest."""
+        if self._host_copy is None or not self._host_copy.on_host:
+            yield
+            return
+        self._host_copy.to_device()
+        try:
+            yield
+        finally:
+            self._host_copy.to_host()
+
+    def end_turn(self) -> None:
+        """Wait on the host until the next turn, where `options.offload` says so."""
+        if self.options.offload:
+            self._host_copy = self._make_host_copy()
+            self._host_copy.to_host()
+
+    def _make_host_copy(self) -> HostCopy:
+        return HostCopy(self.storages.values())
+
+    def _run_chunk(self, x: Tensor, micro_batch: MicroBatch, chunk: int) -> Output | Tensor:
         # Entropy is a metric of training; where nothing is differentiated nobody asks for it.
         return self.stage(x, micro_batch, chunk, self.options.temperature, with_entropy=torch.is_grad_enabled())
 
@@ -121,11 +155,15 @@ class TrainEngine(ForwardEngine):
     """
 
     def __init__(self, model: ModelConfig, mesh: Mesh, head: Head, options: EngineOptions, *,
-                 schedule: ScheduleKind, zero_stage: int, adamw: AdamWSettings, lr: LrSchedule) -> None:
+                 train: TrainOptions, adamw: AdamWSettings, lr: LrSchedule) -> None:
         super().__init__(model, mesh, head, options)
-        self.schedule = schedule
-        self.grads = MainGrads(self.stage, self.stage.grad_syncs(), mesh.dp, zero_stage)
-        self.optimizer = ShardedAdamW(self.grads, mesh.replica, adamw, lr)
+        self.schedule = train.schedule
+        self.grads = MainGrads(self.stage, self.stage.grad_syncs(), mesh.data, train.zero_stage,
+                               chunk_of=self.stage.chunk_of, bucket_bytes=train.bucket_bytes,
+                               reduce_dtype=train.reduce_dtype, hook=train.hook, weight_grads=self.weight_grads)
+        scale = LossScale(train.loss_scale, train.loss_scale_window) if options.dtype is torch.float16 else None
+        self.optimizer = ShardedAdamW(self.grads, mesh.model, adamw, lr, offload=train.offload_optimizer,
+                                      loss_scale=scale, max_skips=train.max_nonfinite_steps)
         self.version = 0
 
     def draw(self, seed: int) -> None:
@@ -137,27 +175,50 @@ class TrainEngine(ForwardEngine):
         self.optimizer.refresh_masters()
 
     def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, skip: bool = False,
-              trace: Lane | None = None) -> Update:
-        """One optimizer step: accumulate over this replica's micro-batches, reduce, step, as one schedule. Collective.
+              trace: Lane | None = None, reshard: Resharder | None = None) -> Update:
+        """One optimizer step: accumulate over this replica's micro-batches, reduce, step, reshard, as one schedule.
+        Collective.
 
         Every rank calls it, also one whose replica has no rows (it gives one empty micro-batch).
 
         Args:
             skip: nothing is to be learned from this batch: take no step, but count it.
+            reshard: takes the weights after the step; None if nobody wants them yet.
         """
         steps: list[StepInfo] = []
+        scale = self.optimizer.scale
 
-        def step() -> None:
-            self.grads.reduce()
-            steps.append(self.optimizer.skip() if skip else self.optimizer.step())
+        def scaled(output: Output, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            term, sums = loss(output, micro_batch.columns)
+            return term if scale == 1.0 else term * scale, sums
 
         self.optimizer.zero_grad()
-        terms = self.runner.run(
-            build(self.schedule, self.runner.chunks, len(micro_batches)), list(micro_batches),
-            lambda output, micro_batch: loss(output, micro_batch.columns), Events(step=step), trace,
-        )
-        self.version += not steps[0].skipped
+        events = Events(self.grads.arm, self.grads.start, lambda: steps.append(self._step(skip)),
+                        lambda bucket: reshard.fill_bucket(bucket))
+        terms = self.runner.run(self._schedule(len(micro_batches), 0 if reshard is None else reshard.num_buckets),
+                                list(micro_batches), scaled, events, trace)
         return Update(self._add_up(terms, names=self._names_of(loss, micro_batches[0])), steps[0])
+
+    def _step(self, skip: bool) -> StepInfo:
+        self.grads.finish()
+        info = self.optimizer.skip() if skip else self.optimizer.step()
+        self.version += not info.skipped
+        return info
+
+    def _schedule(self, num_micro_batches: int, num_reshards: int) -> Schedule:
+        """With this stage's buckets; the other stages' are theirs to know, and nobody waits for them in a schedule."""
+        key = (num_micro_batches, num_reshards)
+        if key not in self._schedules:
+            mine = self.mesh.coord.pp
+            of_stage = lambda here, other: [here if s == mine else other for s in range(self.chunks.pp)]  # noqa: E731
+            self._schedules[key] = build(self.schedule, self.chunks, num_micro_batches,
+                                         of_stage(self.grads.bucket_chunks, ()), of_stage(num_reshards, 0))
+        return self._schedules[key]
+
+    def _make_host_copy(self) -> HostCopy:
+        buckets = self.grads.buckets
+        kept = [bucket.params for bucket in buckets] + self.optimizer.tensors()
+        return HostCopy(kept, scratch=(bucket.share for bucket in buckets))
 
     def _names_of(self, loss: Loss, like: MicroBatch) -> tuple[str, ...]:
         """What the loss logs, found by asking it about no targets: stages without the head know it too."""
@@ -167,9 +228,9 @@ class TrainEngine(ForwardEngine):
         return tuple(loss(output, like.columns.select(index))[1])
 
     def _add_up(self, terms: list[dict[str, Tensor]], names: tuple[str, ...]) -> dict[str, float]:
-        """Sums over micro-batches and replicas, from the ranks whose answers count."""
+        """Sums over micro-batches, replicas and parts of the context, from one tensor rank each with the head."""
         table = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.device)
-        if self.answers:
+        if self.has_head and self.mesh.tp.index == 0:
             for sums in terms:
                 table += torch.stack([sums[name].detach().double() for name in names])
         return dict(zip(names, all_reduce(table, everyone(self.mesh.world)).tolist(), strict=True))

@@ -13,12 +13,12 @@ from hybridflow.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator
 from hybridflow.algorithms.losses import Clip
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.algorithms.reduction import LossReduction
-from hybridflow.config.batch_math import BatchMath
+from hybridflow.config.batch_math import BatchMath, scored_at_once, trained_at_once
 from hybridflow.config.layouts import Role, generation_layout, role_layout
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config, OptimizerConfig
-from hybridflow.config.words import AlgorithmName, KLWhere, MixedPrecision
-from hybridflow.engine.native import EngineOptions, ForwardEngine, ScheduleKind, TrainEngine
+from hybridflow.config.words import AlgorithmName, KLWhere
+from hybridflow.engine.native import ForwardEngine, TrainEngine
 from hybridflow.generation.engine import GenerationLimits, Generator
 from hybridflow.generation.records import SamplingParams
 from hybridflow.generation.weight_layout import lay_out_for_decoding
@@ -27,16 +27,15 @@ from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.hf_import import load_hf
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.observe.trace import Lane, Trace, TraceCategory
-from hybridflow.parallel.mesh import Grid, Layout, Mesh
-from hybridflow.parallel.optimizer import AdamWSettings, Decay, LrSchedule
+from hybridflow.parallel.mesh import Mesh
+from hybridflow.parallel.optimizer import Decay, LrSchedule
+from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.world import World
 from hybridflow.trainer.advantage import Advantages, GrpoAdvantages, KlPenalty, PpoAdvantages
+from hybridflow.trainer.engine_options import DTYPES, MIB, engine_options, grid_of, train_options
 from hybridflow.trainer.inputs import Inputs, model_shape
 from hybridflow.trainer.reward_source import FunctionRewards, ModelRewards
 from hybridflow.trainer.roles import Reduction, ScoringRole, TrainedRole
-
-DTYPES = {MixedPrecision.NO: torch.float32, MixedPrecision.BF16: torch.bfloat16, MixedPrecision.FP64: torch.float64}
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -137,21 +136,23 @@ class Builder:
 
     def _trained(self, role: Role, head: Head, path: str | None, optimizer: OptimizerConfig,
                  updates: int, temperature: float = 1.0) -> TrainedRole:
-        train, model = self.config.train, self._model(path)
+        model = self._model(path)
         adamw = AdamWSettings(tuple(optimizer.betas), optimizer.eps, optimizer.weight_decay, optimizer.clip_grad_norm)
         lr = LrSchedule(optimizer.lr, optimizer.warmup_steps, updates, Decay(optimizer.decay.value), optimizer.min_lr)
         layout = role_layout(self.config, role, self.world.size)
-        engine = TrainEngine(model, self._mesh(layout), head, self._options(layout, temperature),
-                             schedule=ScheduleKind(train.schedule.value), zero_stage=train.zero_stage, adamw=adamw,
+        options = engine_options(self.config, layout, self.dtype, temperature)
+        engine = TrainEngine(model, self._mesh(layout), head, options, train=train_options(self.config), adamw=adamw,
                              lr=lr)
         self._start(engine, path)
-        return TrainedRole(engine, self._rows_at_once, train.micro_batch_size, self.reduction(), self._lane)
+        return TrainedRole(engine, scored_at_once(self.config), trained_at_once(self.config), self.reduction(),
+                           self._lane)
 
     def _scoring(self, role: Role, head: Head, path: str | None, temperature: float = 1.0) -> ScoringRole:
         layout = role_layout(self.config, role, self.world.size)
-        engine = ForwardEngine(self._model(path), self._mesh(layout), head, self._options(layout, temperature))
+        options = engine_options(self.config, layout, self.dtype, temperature)
+        engine = ForwardEngine(self._model(path), self._mesh(layout), head, options)
         self._start(engine, path)
-        return ScoringRole(engine, self._rows_at_once, self._lane)
+        return ScoringRole(engine, scored_at_once(self.config), self._lane)
 
     def _model(self, path: str | None) -> ModelConfig:
         return model_shape(self.config, path, self.inputs.tokenizer)
@@ -161,23 +162,16 @@ class Builder:
             engine.draw(self.seed)
         else:
             engine.load(path, self.seed)
+        engine.end_turn()
 
     def _mesh(self, layout: LayoutConfig) -> Mesh:
-        return Mesh(Grid.of(_layout(layout)), self.world)
-
-    def _options(self, layout: LayoutConfig, temperature: float) -> EngineOptions:
-        stages = tuple(layout.layers_per_stage) if layout.layers_per_stage else None
-        return EngineOptions(self.dtype, layout.sequence_parallel, stages, temperature)
+        return Mesh(grid_of(layout), self.world)
 
     @property
     def _limits(self) -> GenerationLimits:
         generation = self.config.generation
         limits = GenerationLimits(max_cache_bytes=generation.kv_cache_mb * MIB)
         return limits if generation.max_rows is None else replace(limits, max_batch_rows=generation.max_rows)
-
-    @property
-    def _rows_at_once(self) -> int:
-        return self.config.train.forward_micro_batch_size or self.config.train.micro_batch_size
 
     @property
     def _lane(self) -> Lane:
@@ -192,8 +186,3 @@ class Builder:
 def rl_updates(config: Config, world_size: int) -> int:
     """Optimizer steps of a whole run."""
     return config.train.total_steps * BatchMath.of(config, world_size).updates_per_step
-
-
-def _layout(layout: LayoutConfig) -> Layout:
-    assert layout.dp is not None, "filled in by role_layout"
-    return Layout(layout.tp, layout.pp, layout.dp)

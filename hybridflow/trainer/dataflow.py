@@ -123,19 +123,27 @@ class Dataflow:
         return batch
 
     def learn(self, batch: Batch) -> Metrics:
-        """Every optimizer step of the critic and the actor on this batch."""
-        actor_updates, critic_updates, gaps = [], [], []
-        for rows in self.update_rows(batch):
-            if self.roles.critic is not None:
-                with self.timer.phase(Phase.UPDATE_CRITIC):
-                    critic_updates.append(self.roles.critic.update(batch, rows, self._critic_loss))
-            with self.timer.phase(Phase.UPDATE_ACTOR):
-                loss = _ActorLoss(self.actor_loss, self.world.device)
-                actor_updates.append(self.roles.actor.update(batch, rows, loss))
-                gaps.append(loss.largest_gap)
-        gap = all_reduce(gaps[0], everyone(self.world), dist.ReduceOp.MAX).item()
+        """Every optimizer step of the critic, then of the actor, on this batch. The last one sends the new weights on
+        to the generator.
+        """
+        critic_updates = []
+        if self.roles.critic is not None:
+            with self.timer.phase(Phase.UPDATE_CRITIC), self.roles.critic.engine.on_device():
+                critic_updates = [self.roles.critic.update(batch, rows, self._critic_loss)
+                                  for rows in self.update_rows(batch)]
+        with self.timer.phase(Phase.UPDATE_ACTOR), self.roles.actor.engine.on_device():
+            actor_updates, gap = self._learn_actor(batch)
         return (policy_metrics(actor_updates) | critic_metrics(critic_updates) | self._train_metrics()
                 | {"policy/log_prob_gap_max": gap})
+
+    def _learn_actor(self, batch: Batch) -> tuple[list[Update], float]:
+        """The updates, and the largest gap between the log-probs of generator and actor before the first of them."""
+        updates, losses, cuts = [], [], self.update_rows(batch)
+        for number, rows in enumerate(cuts, start=1):
+            losses.append(_ActorLoss(self.actor_loss, self.world.device))
+            reshard = self.roles.sampler if number == len(cuts) else None
+            updates.append(self.roles.actor.update(batch, rows, losses[-1], reshard))
+        return updates, all_reduce(losses[0].largest_gap, everyone(self.world), dist.ReduceOp.MAX).item()
 
     def _train_metrics(self) -> Metrics:
         """Skipped steps and reduced bytes since the start, of every role that learns."""

@@ -14,4 +14,5 @@ def export_actor(folder: Path, engine: ForwardEngine, tokenizer: Tokenizer) -> N
     world = engine.mesh.world
     if world.rank == 0:
         tokenizer.save(folder)
-    export_hf(folder, engine.model, engine.shard_map, engine.storages, world)
+    with engine.on_device():
+        export_hf(folder, engine.model, engine.shard_map, engine.storages, world)

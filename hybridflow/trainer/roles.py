@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.algorithms.reduction import GlobalCounts, LossReduction, loss_weights
 from hybridflow.batch import Batch, Rows, RowsOfRank
 from hybridflow.context import ContextPart
-from hybridflow.engine.native import ForwardEngine, Loss, Output, TrainEngine, Update
+from hybridflow.engine.native import ForwardEngine, Loss, Output, Resharder, TrainEngine, Update
 from hybridflow.micro_batch import MicroBatch, reassemble
 from hybridflow.models.decoder import HeadOutput
 from hybridflow.packing import MicroBatching
@@ -75,7 +75,7 @@ class ScoringRole:
                                         multiple_of=self.engine.token_multiple, cp=self._part)
             for run in rows.runs(share.sizes)])
         scores = torch.zeros(batch.num_rows, dtype=torch.float64, device=self.engine.mesh.device)
-        if self.engine.answers and self._part.index == 0:
+        if self.engine.answers:
             scores[list(share.rows_of[self.world.rank])] = answers.double()
         return sum_over_world(scores, self.world)
 
@@ -94,12 +94,13 @@ class ScoringRole:
     def _answering(self, rows_of: RowsOfRank) -> RowsOfRank:
         """The same rows, on the stage with the head only: where answers are after a forward."""
         grid = self.engine.mesh.grid
-        head_stage = grid.layout.pp - 1
+        head_stage = self.engine.chunks.head_stage
         return tuple(rows if grid.coord(rank).pp == head_stage else () for rank, rows in enumerate(rows_of))
 
     def _answers(self, micro_batches: list[MicroBatch]) -> Tensor:
         """One number for each target of whole rows on the stage with the head, none on the others."""
-        outputs = self.engine.forward(micro_batches, self.lane)
+        with self.engine.on_device():
+            outputs = self.engine.forward(micro_batches, self.lane)
         mine = [reassemble(values(output), micro_batch, self.engine.mesh.cp)
                 for output, micro_batch in zip(outputs, micro_batches)]
         return torch.cat(mine) if mine else self._nothing()
@@ -129,13 +130,15 @@ class TrainedRole(ScoringRole):
         self.trainer = engine
         self.training, self.reduction = micro_batching(learned_at_once), reduction
 
-    def update(self, batch: Batch, rows: Sequence[int], loss: Loss) -> Update:
+    def update(self, batch: Batch, rows: Sequence[int], loss: Loss, reshard: Resharder | None = None) -> Update:
         """One optimizer step on `rows` of the batch, which may be ragged over replicas. Collective."""
         share = self.share(rows, [batch.row_lengths[row] for row in rows], self.training)
         lengths = [batch.response_lengths[row] for row in rows if batch.is_trained[row]]
-        return self.learn(batch.fetch(self.world, share.rows_of), share.sizes, response_counts(lengths), loss)
+        return self.learn(batch.fetch(self.world, share.rows_of), share.sizes, response_counts(lengths), loss,
+                          reshard)
 
-    def learn(self, mine: Rows, sizes: Sequence[int], counts: GlobalCounts, loss: Loss) -> Update:
+    def learn(self, mine: Rows, sizes: Sequence[int], counts: GlobalCounts, loss: Loss,
+              reshard: Resharder | None = None) -> Update:
         """One optimizer step on this replica's rows; `counts` are those of all replicas. Collective.
 
         Tokens are trained where `loss_mask` says so, all where it is None. Where nothing is trained anywhere the step
@@ -143,14 +146,16 @@ class TrainedRole(ScoringRole):
 
         Args:
             sizes: rows of each micro-batch, as in `Share`.
+            reshard: takes the new weights; None if nobody wants them yet.
         """
         lengths = tuple(len(sample.response) for sample in mine.samples)
         mask = mine.columns.loss_mask
         mask = self._nothing().new_ones(sum(lengths)) if mask is None else mask
         weight = self.reduction.weights(mask, lengths, counts)
         weighted = Rows(mine.samples, mine.columns.with_columns(weight=weight))
-        return self.trainer.train([self._pack(run) for run in weighted.runs(sizes)], loss, skip=counts.tokens == 0,
-                                  trace=self.lane)
+        with self.engine.on_device():
+            return self.trainer.train([self._pack(run) for run in weighted.runs(sizes)], loss, skip=counts.tokens == 0,
+                                      trace=self.lane, reshard=reshard)
 
 
 def micro_batching(at_once: MicroBatching | int) -> MicroBatching:

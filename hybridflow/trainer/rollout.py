@@ -61,13 +61,25 @@ class Sampler:
     def sample(self, prompts: Sequence[TokenisedPrompt], params: SamplingParams, samples: int) -> Rollout:
         """Answers under the actor's current weights."""
         with self.timer.phase(Phase.GENERATE):
-            with self.timer.phase(Phase.RESHARD), self.lane.span("reshard"):
-                self.hybrid.fill()
             train = self.hybrid.train
+            if not self.hybrid.is_current:  # after an update of the actor it is: its schedule ends in the reshard
+                with train.on_device():
+                    for bucket in range(self.num_buckets):
+                        self.fill_bucket(bucket)
             rollout = answer(self.hybrid.generator, self.hybrid.mesh, prompts, params, samples=samples, seed=self.seed,
                              version=train.version, dtype=torch.promote_types(train.options.dtype, torch.float32))
             self.hybrid.free()
         return rollout
+
+    @property
+    def num_buckets(self) -> int:
+        """Rounds of a reshard on this rank."""
+        return self.hybrid.num_buckets
+
+    def fill_bucket(self, number: int) -> None:
+        """One round of a reshard: what the RESHARD actions of the actor's schedule do."""
+        with self.timer.phase(Phase.RESHARD), self.lane.span("reshard"):
+            self.hybrid.fill_bucket(number)
 
     def reshard_metrics(self) -> dict[str, float]:
         """What the last reshard cost: bytes of all ranks, seconds of the slowest. Collective."""

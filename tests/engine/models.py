@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import Batch
-from hybridflow.engine.native import EngineOptions, ScheduleKind, TrainEngine
+from hybridflow.engine.native import TrainEngine
+from hybridflow.engine.options import EngineOptions, TrainOptions
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.models.config import Family, Head, ModelConfig
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
-from hybridflow.parallel.optimizer import AdamWSettings, LrSchedule
+from hybridflow.parallel.optimizer import LrSchedule
+from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.world import World
 
 VOCAB = 37
+PLAIN = TrainOptions()
 
 
 def tiny_model(**changes: object) -> ModelConfig:
@@ -26,10 +29,11 @@ def tiny_model(**changes: object) -> ModelConfig:
 
 
 def train_engine(world: World, layout: Layout, model: ModelConfig, head: Head, *, sequence_parallel: bool = False,
-                 schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B, layers_per_stage: tuple[int, ...] | None = None,
-                 dtype: torch.dtype = torch.float64, zero_stage: int = 0, temperature: float = 1.0) -> TrainEngine:
-    options = EngineOptions(dtype, sequence_parallel, layers_per_stage, temperature)
-    engine = TrainEngine(model, Mesh(Grid.of(layout), world), head, options, schedule=schedule, zero_stage=zero_stage,
+                 train: TrainOptions = PLAIN, vpp: int = 1, layers_per_chunk: tuple[int, ...] | None = None,
+                 dtype: torch.dtype = torch.float64, temperature: float = 1.0) -> TrainEngine:
+    options = EngineOptions(dtype, sequence_parallel, layers_per_chunk, temperature,
+                            train.schedule.chunks(layout.pp, vpp))
+    engine = TrainEngine(model, Mesh(Grid.of(layout), world), head, options, train=train,
                          adamw=AdamWSettings(clip_grad_norm=None), lr=LrSchedule(1e-3))
     engine.draw(seed=7)
     return engine

@@ -7,9 +7,10 @@ from hybridflow.algorithms.kl import KlEstimator
 from hybridflow.algorithms.losses import Clip, supervised_loss
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.algorithms.reduction import LossReduction
-from hybridflow.engine.native import ScheduleKind
+from hybridflow.engine.options import TrainOptions
 from hybridflow.models.config import Head
 from hybridflow.parallel.mesh import Layout
+from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.world import World
 from hybridflow.trainer.roles import Reduction, TrainedRole
 from tests.engine.models import assemble, canonical_grads, ragged_batch, tiny_model, train_engine
@@ -45,8 +46,9 @@ def gradients(world: World, kind: str, reduction: Reduction, tied: bool, cases: 
     head, loss = LOSSES[kind]
     results = []
     for layout, micro_batch_size, sequence_parallel, layers, schedule in cases:
-        engine = train_engine(world, layout, tiny_model(tie_word_embeddings=tied), head, schedule=schedule,
-                              sequence_parallel=sequence_parallel, layers_per_stage=layers, temperature=0.7)
+        engine = train_engine(world, layout, tiny_model(tie_word_embeddings=tied), head,
+                              train=TrainOptions(schedule), sequence_parallel=sequence_parallel,
+                              layers_per_chunk=layers, temperature=0.7)
         role = TrainedRole(engine, 4, micro_batch_size, reduction)
         update = role.update(ragged_batch(world, ROWS), range(ROWS), loss)
         # The step clipped nothing and left the reduced gradients as they were.

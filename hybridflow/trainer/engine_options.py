@@ -1,0 +1,54 @@
+"""From the keys of a config to the options of an engine: degrees, chunks, precision, and how it trains.
+
+Pure translation of config words into enums and dtypes of other packages; `build` makes the engines.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow.config.model_schema import LayoutConfig
+from hybridflow.config.schema import Config
+from hybridflow.config.words import MixedPrecision, ReduceDtype
+from hybridflow.engine.options import EngineOptions, TrainOptions
+from hybridflow.models.recompute import Recompute
+from hybridflow.parallel.mesh import Grid, Layout
+from hybridflow.parallel.schedules.builders import ScheduleKind
+from hybridflow.parallel.schedules.chunks import Chunks
+
+DTYPES = {MixedPrecision.NO: torch.float32, MixedPrecision.BF16: torch.bfloat16, MixedPrecision.FP16: torch.float16,
+          MixedPrecision.FP64: torch.float64}
+WIRE_DTYPES = {ReduceDtype.FP32: None, ReduceDtype.BF16: torch.bfloat16}  # None: as gradients are accumulated
+MIB = 2**20
+
+
+def grid_of(layout: LayoutConfig) -> Grid:
+    """The ranks of a layout whose dp is filled in."""
+    assert layout.dp is not None, "filled in by role_layout"
+    return Grid.of(Layout(layout.tp, layout.pp, layout.dp, layout.cp))
+
+
+def chunks_of(config: Config, layout: LayoutConfig) -> Chunks:
+    """The chunks of a role. With one on each stage any schedule can be asked for scores alone."""
+    if layout.vpp == 1:
+        return Chunks(layout.pp)
+    return ScheduleKind(config.train.schedule.value).chunks(layout.pp, layout.vpp)
+
+
+def engine_options(config: Config, layout: LayoutConfig, dtype: torch.dtype, temperature: float = 1.0) -> EngineOptions:
+    """How a role of this layout runs its model."""
+    layers = tuple(layout.layers_per_stage) if layout.layers_per_stage else None
+    return EngineOptions(dtype, layout.sequence_parallel, layers, temperature, chunks_of(config, layout),
+                         Recompute(config.train.recompute.value), config.train.recompute_layers,
+                         config.train.offload.roles)
+
+
+def train_options(config: Config) -> TrainOptions:
+    """How actor and critic are trained."""
+    train = config.train
+    return TrainOptions(
+        ScheduleKind(train.schedule.value), zero_stage=train.zero_stage, bucket_bytes=train.reduce_bucket_mb * MIB,
+        reduce_dtype=WIRE_DTYPES[train.reduce_dtype], offload_optimizer=train.offload.optimizer,
+        loss_scale=train.loss_scale, loss_scale_window=train.loss_scale_window,
+        max_nonfinite_steps=train.max_nonfinite_steps,
+    )
