@@ -143,19 +143,19 @@ class MicroBatch:
         """The part's tokens and targets of these whole rows without padding, and where all answers belong."""
         cut = ContextCut(self.lengths, part.size)
         owner, place = cut.places()
-        answering = owner[self.target_index]  # [targets] who predicts each
-        number = torch.empty_like(answering)  # [targets] as its how manieth
-        for index in range(part.size):
-            his = answering == index
-            number[his] = torch.arange(int(his.sum()))
+        answering = owner[self.target_index]  # [targets] the part that answers each
         kept = (answering == part.index).nonzero().squeeze(1)
-        most = int(number.max()) + 1 if number.numel() else 0
+        counts = torch.bincount(answering, minlength=part.size).tolist()
+        most = max(counts)
+        answers = torch.empty_like(answering)  # stable: a part answers in the order of the targets
+        answers[answering.argsort(stable=True)] = torch.cat(
+            [index * most + torch.arange(count) for index, count in enumerate(counts)])
         mine = cut.tokens(part.index)
         padding = (0, cut.tokens_per_rank(multiple_of) - mine.numel())
         return MicroBatch(
             F.pad(self.input_ids[mine], padding).to(device), F.pad(self.position_ids[mine], padding).to(device),
             self.lengths, place[self.target_index[kept]].to(device), self.targets[kept].to(device),
-            self.columns.select(kept.to(device)), part, (answering * most + number).to(device), most)
+            self.columns.select(kept.to(device)), part, answers.to(device), most)
 
 
 def reassemble(values: Tensor, micro_batch: MicroBatch, cp: AxisGroup) -> Tensor:
