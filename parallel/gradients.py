@@ -31,7 +31,9 @@ class MainGrads:
     optimizer step; `zero()`. `reduce()` is all starts and the finish, for who does not overlap.
 
     An armed bucket's reduction starts as soon as its last parameter has got its gradient, yet never before that of the
-    buckets armed before it: so all ranks of the data group start the same reductions in the same order.
+    buckets armed before it: so all ranks of the data group start the same reductions in the same order. Where backwards
+    are split, what arrived before the arming (norms, biases, embeddings) is not known to be complete: buckets with such
+    parameters wait for `start`. They are the last ones of a chunk.
 
     Attributes:
         buckets: in the order in which backward completes them.

@@ -215,6 +215,8 @@ class ShardedAdamW:
 
     def publish(self) -> None:
         """Give the parameters the values of the masters, on every rank, after these were loaded. Collective."""
+        if self._stream is not None:
+            self._stream.after_compute()
         self._gather([share.publish for share in self.shares])
 
     def _update(self, factor: float, lr: float) -> None:

@@ -11,7 +11,9 @@ from hybridflow.parallel import collectives
 from hybridflow.parallel.collectives import Pending
 from hybridflow.parallel.comm_hook import Compressed, GradBucket, plain
 from hybridflow.parallel.gradients import MAX_IN_FLIGHT, GradSync, MainGrads
+from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
+from hybridflow.parallel.weight_grads import WeightGrads
 from hybridflow.parallel.world import World
 from tests.parallel.toy_replica import MICRO_BATCHES, ToyStage, ToyWhole
 from tests.ranks import run_ranks
@@ -111,7 +113,7 @@ def neighbour(bucket: GradBucket) -> Pending:
 
 def test_one_rank() -> None:
     for zero_stage in (0, 1, 2):
-        reduced(World.single(CPU), Layout(), zero_stage, bucket_bytes=100)
+        reduced(World.single(CPU), Layout(), zero_stage, bucket_bytes=200)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -309,6 +311,59 @@ def test_half_gradients_accumulate_in_fp32() -> None:
     got = main.buckets[0].share[:64].double()
     assert ((got - want).norm() / want.norm()).item() < 1e-6
     assert ((rounded.double() - want).norm() / want.norm()).item() > 1e-2
+
+
+class Linears(nn.Module):
+    """A column- and a row-parallel linear with biases, and a scale between them that comes first as a parameter."""
+
+    def __init__(self, dtype: torch.dtype, mesh: Mesh) -> None:
+        super().__init__()
+        options = dict(bias=True, tp=mesh.tp, sequence_parallel=False, dtype=dtype, device=CPU)
+        self.scale = nn.Parameter(torch.ones(6, dtype=dtype))
+        self.up, self.down = ColumnParallelLinear(4, 6, **options), RowParallelLinear(6, 4, **options)
+        for seed, param in enumerate(self.parameters()):
+            param.data.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh() * self.scale).square().sum()
+
+
+def split_backward(world: World, zero_stage: int) -> None:
+    """Weight gradients by `WeightGrads`, at once or kept for later, are autograd's; buckets start in the later run."""
+    mesh = Mesh(Grid.of(Layout(dp=world.size)), world)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(world.rank), dtype=torch.float64)
+    want = MainGrads(plain_module := Linears(torch.float64, mesh), {}, mesh.data, zero_stage, bucket_bytes=200)
+    for _ in range(4):
+        plain_module(x).backward()
+    want.reduce()
+    module, weight_grads, started = Linears(torch.float64, mesh), WeightGrads(), []
+
+    def noting(bucket: GradBucket) -> Pending:
+        started.append(bucket.index)
+        return plain(bucket)
+
+    main = MainGrads(module, {}, mesh.data, zero_stage, bucket_bytes=200, hook=noting, weight_grads=weight_grads)
+    assert weight_grads.weights == {module.up.weight, module.down.weight}
+    module(x).backward()
+    with weight_grads.keeping() as kept:
+        module(x).backward()
+        module(x).backward()
+    weight_grads.run(kept)
+    with weight_grads.keeping() as kept:
+        module(x).backward()
+    names = [[slot.name for slot in bucket.slots] for bucket in main.buckets]
+    assert names == [["down.weight"], ["up.weight"], ["down.bias", "up.bias", "scale"]]
+    main.arm(tuple(range(len(names))))
+    weight_grads.run(kept)
+    assert started == [0, 1]  # the biases had their gradients in the backward before
+    main.reduce()
+    for got, bucket in zip(main.buckets, want.buckets, strict=True):
+        torch.testing.assert_close(got.share, bucket.share, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_weight_gradients_that_run_later_complete_their_buckets(zero_stage: int) -> None:
+    run_ranks(2, split_backward, zero_stage)
 
 
 def test_buckets_keep_chunks_kinds_and_size_apart() -> None:

@@ -1,0 +1,31 @@
+"""The dynamic loss scale, step by step."""
+
+import pytest
+
+from hybridflow.parallel.loss_scale import LossScale, LossScaleState
+
+
+def test_it_doubles_after_a_window_of_good_steps_and_halves_at_once() -> None:
+    scale = LossScale(start=8.0, window=3, minimum=2.0)
+    seen = []
+    for is_finite in (True, True, True, True, True, False, True, True, False, False, False, True, True, True):
+        scale.update(is_finite)
+        seen.append(scale.scale)
+    assert seen == [8, 8, 16, 16, 16, 8, 8, 8, 4, 2, 2, 2, 2, 4]
+
+
+def test_its_state_goes_on() -> None:
+    scale, other = LossScale(8.0, window=3), LossScale(1.0, window=3)
+    scale.update(True)
+    scale.update(True)
+    other.state = scale.state
+    assert other.state == LossScaleState(8.0, 2)
+    other.update(True)
+    assert other.state == LossScaleState(16.0, 0)
+
+
+def test_faults() -> None:
+    with pytest.raises(ValueError, match="window 0 must be at least 1"):
+        LossScale(window=0)
+    with pytest.raises(ValueError, match=r"scale 0.5 must be at least its minimum 1.0"):
+        LossScale(0.5)
