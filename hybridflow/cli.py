@@ -30,7 +30,8 @@ HELP = {
     Command.GENERATE: "answer held-out prompts and print the answers",
     Command.EXPORT: "write the model in Hugging Face's format",
 }
-TOOLS = ("schedule",)  # commands with options of their own: each module has HELP, EPILOGUE, add_arguments and run
+# Commands with options of their own: each module has HELP, EPILOGUE, add_arguments and run.
+TOOLS = ("schedule", "verify", "bench")
 EPILOGUE = """\
 one process:       python -m hybridflow train configs/ppo_tiny.yaml
 four processes:    torchrun --standalone --nproc-per-node 4 -m hybridflow train configs/ppo_tiny.yaml

@@ -1,0 +1,169 @@
+"""Every way of cutting the tiny models that a number of ranks has, and a small selection that meets all pairs of them.
+
+Pure Python: no tensor, no process group. What a combination is run on is `workload`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from heapq import heapify, heappop, heapreplace
+from itertools import combinations as pairs_of
+from itertools import product
+
+from hybridflow.models.recompute import Recompute
+from hybridflow.packing import MicroBatching
+from hybridflow.parallel.mesh import Layout
+from hybridflow.parallel.schedules.builders import ScheduleKind
+from hybridflow.parallel.schedules.chunks import Chunks
+
+FEWEST = 60  # combinations of a selection, where there are as many
+VPP = 2
+MOST_CHUNKS = 8  # more would only make the models deeper
+TOKENS = MicroBatching(tokens=24)
+MICRO_BATCHES = (MicroBatching(rows=1), MicroBatching(rows=3), TOKENS)
+SMALL_BUCKET = 4096  # bytes, of main gradients
+
+
+class TinyModel(Enum):
+    """What is trained. Each model has 2 key-value heads, a vocabulary and layers that divide nothing."""
+
+    ACTOR = "actor"  # Llama: the head has its own matrix
+    TIED = "tied"  # Qwen2: biases, and the embedding is the head
+    CRITIC = "critic"  # Qwen3: norms of queries and keys, and a value head
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One way to run one optimizer step.
+
+    Attributes:
+        bucket_bytes: of main gradients at most in one reduction; None: any number.
+        layers: None for one more than there are chunks, so that they are uneven.
+    Example: `str(Combination(Layout(2, 2), ScheduleKind.ZB_V, 2)) ==
+    "tp2 pp2 vpp2 cp1 dp1 zb-v - rows3 zero0 none actor all"`.
+    """
+
+    layout: Layout = Layout()
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    vpp: int = 1
+    sequence_parallel: bool = False
+    micro_batching: MicroBatching = MICRO_BATCHES[1]
+    zero_stage: int = 0
+    recompute: Recompute = Recompute.NONE
+    model: TinyModel = TinyModel.ACTOR
+    bucket_bytes: int | None = None
+    layers: int | None = None
+
+    @property
+    def chunks(self) -> Chunks:
+        return self.schedule.chunks(self.layout.pp, self.vpp)
+
+    @property
+    def num_layers(self) -> int:
+        return self.chunks.count + 1 if self.layers is None else self.layers
+
+    def cells(self) -> tuple[str, ...]:
+        """One word for each axis."""
+        layout, cut = self.layout, self.micro_batching
+        return (f"tp{layout.tp}", f"pp{layout.pp}", f"vpp{self.vpp}", f"cp{layout.cp}", f"dp{layout.dp}",
+                self.schedule.value, "sp" if self.sequence_parallel else "-",
+                f"rows{cut.rows}" if cut.tokens is None else f"tokens{cut.tokens}", f"zero{self.zero_stage}",
+                self.recompute.value, self.model.value, "all" if self.bucket_bytes is None else "small")
+
+    def __str__(self) -> str:
+        return " ".join(self.cells())
+
+
+AXES = ("tp", "pp", "vpp", "cp", "dp", "schedule", "sp", "micro-batch", "zero", "recompute", "model", "buckets")
+
+
+def every(world: int) -> Iterator[Combination]:
+    """Every combination on exactly `world` ranks that differs in what it does."""
+    for layout, kind in product(layouts(world), ScheduleKind):
+        has_chunks = layout.pp > 1 and kind in (ScheduleKind.INTERLEAVED, ScheduleKind.ZB_V)
+        if kind is ScheduleKind.INTERLEAVED and layout.pp == 1:
+            continue  # is 1F1B
+        vpp = VPP if has_chunks else 1
+        if layout.pp * vpp > MOST_CHUNKS:
+            continue
+        sharded = (0, 1, 2) if layout.dp * layout.cp > 1 else (0,)
+        for rest in product((False, True) if layout.tp > 1 else (False,), MICRO_BATCHES, sharded, Recompute, TinyModel,
+                            (None, SMALL_BUCKET)):
+            yield Combination(layout, kind, vpp, *rest)
+
+
+def layouts(world: int) -> list[Layout]:
+    """Every layout of exactly `world` ranks whose tensor degree is a power of two (as many as the models' heads)."""
+    degrees = [degree for degree in range(1, world + 1) if world % degree == 0]
+    return [Layout(tp, pp, world // (tp * pp * cp), cp) for tp, pp, cp in product(degrees, repeat=3)
+            if tp & (tp - 1) == 0 and tp <= 8 and world % (tp * pp * cp) == 0]
+
+
+def selection(world: int, fewest: int = FEWEST) -> list[Combination]:
+    """Few combinations in which every two values that can occur together do, a whole layout being one value too.
+
+    Greedy: always the one that meets most pairs not met yet, of equals the first. Once all pairs are met they are met
+    again by others, until there are `fewest`. The same on every machine.
+    """
+    candidates = list(every(world))
+    masks = _masks(candidates)
+    chosen = _cover(masks, set())
+    while len(chosen) < min(fewest, len(candidates)):
+        chosen += _cover(masks, set(chosen))[:fewest - len(chosen)]
+    return sorted((candidates[i] for i in chosen), key=_order)
+
+
+def _cover(masks: list[int], without: set[int]) -> list[int]:
+    """Places of masks that have all bits which any of them has, not counting those `without`.
+
+    What a mask adds can only shrink, so that one which still adds what it did when it was last looked at is the best.
+    """
+    heap = [(-mask.bit_count(), place) for place, mask in enumerate(masks) if place not in without]
+    heapify(heap)
+    met, chosen = 0, []
+    while heap:
+        before, place = heap[0]
+        adds = (masks[place] & ~met).bit_count()
+        if adds == 0:
+            heappop(heap)
+        elif adds < -before:
+            heapreplace(heap, (-adds, place))
+        else:
+            chosen.append(place)
+            met |= masks[place]
+            heappop(heap)
+    return chosen
+
+
+def values(combination: Combination) -> tuple[str, ...]:
+    """The value on every axis, and the layout as a whole."""
+    return (*combination.cells(), str(combination.layout))
+
+
+def _masks(candidates: Sequence[Combination]) -> list[int]:
+    """For each candidate the pairs of values in it, as bits."""
+    numbers: dict[str, int] = {}
+    bits: dict[int, int] = {}
+    masks = []
+    for candidate in candidates:
+        found = [numbers.setdefault(value, len(numbers)) for value in values(candidate)]
+        mask = 0
+        for one, other in pairs_of(found, 2):
+            pair = one << 16 | other
+            if pair not in bits:
+                bits[pair] = 1 << len(bits)
+            mask |= bits[pair]
+        masks.append(mask)
+    return masks
+
+
+def _order(combination: Combination) -> tuple[int | str, ...]:
+    layout = combination.layout
+    return (layout.tp, layout.pp, layout.cp, str(combination))
+
+
+def matching(combinations: Sequence[Combination], only: str) -> list[Combination]:
+    """Those whose text has `only` in it."""
+    return [combination for combination in combinations if only in str(combination)]
