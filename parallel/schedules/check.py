@@ -19,8 +19,10 @@ def peak_in_flight(schedule: Schedule) -> tuple[float, ...]:
     """For each stage the most activations that it holds at once, in units of one micro-batch in one chunk.
 
     A forward adds one. It goes with the backward; where that is split with W, which still needs the inputs of the
-    matrices (so this counts the part that B could free as held too).
+    matrices (so this counts the part that B could free as held too). Forwards alone hold nothing.
     """
+    if not schedule.has_backward:
+        return (0.0,) * schedule.chunks.pp
     peaks, release = [], Kind.W if schedule.splits_backward else Kind.B
     for actions in schedule.stages:
         held = peak = 0

@@ -38,9 +38,9 @@ class Rule:
 
 
 F0, F1, B0, B1 = ((kind, part) for kind in WAYS for part in (0, 1))
-# Preferences, what of 2 pp the first chunk leaves free, how much more on each further stage, costs. Eight that together
-# came within 1% of the best of 4,608 such rules, for pp 2 to 8 and m 3 to 32: simulating a B that is a little dearer
-# than W leaves slack where the real one, or a message, takes longer.
+# Preferences, what of 2 pp the first chunk leaves free, how much more on each further stage, costs. The best of these
+# eight is the best of 240 such rules in 22 of 26 sizes (pp 2 to 8, m 3 to 32) and within 1.2% of it in the others, by
+# the measure below. Simulated costs that are a little unequal leave slack where the real ones, or messages, are slower.
 V_RULES = (
     ((F1, F0, B0, B1), 1, 1.0, (10, 10, 10)),
     ((F1, B1, F0, B0), 1, 0.0, (10, 11, 9)),

@@ -94,6 +94,7 @@ def test_activations_held() -> None:
     assert held(INTERLEAVED, 4, 2, 8) == (11, 9, 7, 5)
     assert held(ScheduleKind.ZB_H1, 4, 1, 9) == (4, 4, 4, 4)
     assert max(held(ScheduleKind.ZB_V, 4, 2, 64)) == 8
+    assert peak_in_flight(forward_only(Chunks(2), 5)) == (0, 0)
 
 
 def test_the_last_gradients_of_a_stage_are_of_its_first_chunk() -> None:
