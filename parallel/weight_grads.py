@@ -67,11 +67,10 @@ class WeightGrads:
             grad: `[tokens, out]`, of the output of a linear.
             x: `[tokens, in]`, its input.
         """
-        work = WeightWork(weight, grad, x)
         if self._kept is None:
-            self._accumulate(work)
+            self._accumulate(weight, grad, x)
         else:
-            self._kept.append(work)
+            self._kept.append(WeightWork(weight, grad, x))
 
     @contextmanager
     def keeping(self) -> Iterator[list[WeightWork]]:
@@ -86,13 +85,15 @@ class WeightGrads:
     def run(self, kept: list[WeightWork]) -> None:
         """Do work that was kept, in its order. Each piece is let go once it is done: the list ends empty."""
         kept.reverse()
-        while kept:
-            self._accumulate(kept.pop())
-
-    def _accumulate(self, work: WeightWork) -> None:
-        target = self._targets[work.weight]
         with torch.no_grad():
-            add_product(target.main_grad(), work.grad, work.x)
+            while kept:
+                work = kept.pop()
+                self._accumulate(work.weight, work.grad, work.x)
+                del work  # before the next product needs memory
+
+    def _accumulate(self, weight: nn.Parameter, grad: Tensor, x: Tensor) -> None:
+        target = self._targets[weight]
+        add_product(target.main_grad(), grad, x)
         target.ready()
 
 
