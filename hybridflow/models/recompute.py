@@ -80,7 +80,8 @@ class _Remade:
 
     def pack(self, tensor: Tensor) -> Tensor | _Dropped:
         if not self._is_dropped(tensor):
-            return tensor
+            # Without its history: an operation that holds its own output would never be freed.
+            return tensor if tensor.grad_fn is None else tensor.detach()
         number = _number(tensor, self.seen)
         self.uses[number] += 1
         return _Dropped(number, tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -101,11 +102,14 @@ class _Remade:
         return made.as_strided(packed.size, packed.stride, packed.offset)
 
     def _is_dropped(self, tensor: Tensor) -> bool:
-        """Whether `fn` computed it before the operation that saves it. What an operation puts out and saves itself, and
-        constants, have no history; a parameter's transpose is a view of the parameter."""
+        """Whether `fn` computed it before the operation that saves it, and it is not `x` seen otherwise."""
         if tensor.grad_fn is None or _address(tensor) == _address(self.x):
             return False
-        return not (tensor._is_view() and tensor._base.is_leaf)
+        # An operation makes its node, then saves: what it puts out itself has the newest node.
+        if tensor.grad_fn._sequence_nr() == torch.autograd._get_sequence_nr() - 1:
+            return False
+        is_parameter = tensor._is_view() and tensor._base.is_leaf and tensor._base.requires_grad  # its transpose, say
+        return not is_parameter
 
     def _make(self) -> list[Tensor]:
         if self.remake is not None:
@@ -127,7 +131,9 @@ class _Remade:
                 self.fn(self.x.detach().requires_grad_())
         except _Enough:
             pass
-        return [tensor.detach() for tensor in found]
+        made = [tensor.detach() for tensor in found]
+        found.clear()  # the second graph holds `collect`, which holds `found`: that would keep all of it for ever
+        return made
 
 
 def _number(tensor: Tensor, known: list[Tensor]) -> int:
