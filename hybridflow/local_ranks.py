@@ -18,6 +18,7 @@ from typing import Any
 
 PRELOAD = ("torch", "torch.distributed", "hybridflow.parallel.world")
 DEFAULT_TIMEOUT_S = 120.0
+START_S = 300.0  # imports take their time where cores are shared
 GRACE_S = 10.0  # what ranks have beyond the time-out of their groups, to say which operation it was
 
 
@@ -56,13 +57,10 @@ class LocalRanks:
         """
         if not self._processes:
             self._start()
+            self._answers(START_S)  # each says that it has joined the others
         for pipe in self._pipes:
             pipe.send((fn, args))
-        results: dict[int, Any] = {}
-        while len(results) < self.size:
-            for rank in self._ready(results):
-                results[rank] = self._answer(rank)
-        return [results[rank] for rank in range(self.size)]
+        return self._answers(self.timeout_s + GRACE_S)
 
     def close(self) -> None:
         """End every process."""
@@ -85,12 +83,17 @@ class LocalRanks:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def _ready(self, results: dict[int, Any]) -> list[int]:
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
-        ready = wait(list(waiting), timeout=self.timeout_s + GRACE_S)
-        if not ready:
-            self._fail(f"ranks {sorted(waiting.values())} of {self.size} gave no answer in {self.timeout_s:.0f} s")
-        return [waiting[pipe] for pipe in ready]
+    def _answers(self, timeout_s: float) -> list[Any]:
+        """One answer of every rank, each at most `timeout_s` after the one before."""
+        answers: dict[int, Any] = {}
+        while len(answers) < self.size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(waiting), timeout=timeout_s)
+            if not ready:
+                self._fail(f"ranks {sorted(waiting.values())} of {self.size} gave no answer in {timeout_s:.0f} s")
+            for rank in (waiting[pipe] for pipe in ready):
+                answers[rank] = self._answer(rank)
+        return [answers[rank] for rank in range(self.size)]
 
     def _answer(self, rank: int) -> Any:
         try:
@@ -117,8 +120,9 @@ def _serve(rank: int, size: int, folder: str, timeout_s: float, pipe: Connection
     timeout = timedelta(seconds=timeout_s)
     if size > 1:
         dist.init_process_group("gloo", store=dist.FileStore(os.path.join(folder, "store"), size), rank=rank,
-                                world_size=size, timeout=timeout)
+                                world_size=size, timeout=max(timeout, timedelta(seconds=START_S)))
     world = World(rank, size, rank, torch.device("cpu"), timeout)
+    pipe.send((True, None))
     while True:
         try:
             fn, args = pipe.recv()
