@@ -32,8 +32,7 @@ class MainGrads:
 
     An armed bucket's reduction starts as soon as its last parameter has got its gradient, yet never before that of the
     buckets armed before it: so all ranks of the data group start the same reductions in the same order. Where backwards
-    are split, what arrived before the arming (norms, biases, embeddings) is not known to be complete: buckets with such
-    parameters wait for `start`. They are the last ones of a chunk.
+    are split, only weights of linears get their gradients after the arming, and only they are waited for.
 
     Attributes:
         buckets: in the order in which backward completes them.
@@ -82,6 +81,7 @@ class MainGrads:
         self.num_reductions = 0
         self._hook = hook if hook is not None else hook_for(reduce_dtype)
         self._missing: dict[int, set[str]] = {}  # armed buckets in order, and their parameters without gradient yet
+        self._by_linears: set[str] = set()  # names of parameters whose gradients come from `weight_grads`
         self._started: set[int] = set()
         self._in_flight: deque[tuple[int, Pending]] = deque()
         self._is_finished = False
@@ -155,13 +155,14 @@ class MainGrads:
     def _listen(self, named: Mapping[str, nn.Parameter], weights: list[nn.Parameter],
                 weight_grads: WeightGrads | None) -> None:
         """Have every gradient added to its main gradient, and counted as arrived."""
-        by_linear = {id(weight) for weight in weights}
+        by_linears = {id(weight) for weight in weights}
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
                 param = named[slot.name]
-                if id(param) in by_linear:
+                if id(param) in by_linears:
                     assert weight_grads is not None
-                    weight_grads.register(param, self._main_grad(index, slot), self._ready(index, slot))
+                    self._by_linears.add(slot.name)
+                    weight_grads.register(param, self._main_grad(index, slot), self._ready_by_linear(index, slot))
                 else:
                     param.register_post_accumulate_grad_hook(self._accumulate(index, slot))
 
@@ -190,6 +191,17 @@ class MainGrads:
                 self._start_complete()
 
         return ready
+
+    def _ready_by_linear(self, index: int, slot: Slot) -> Callable[[], None]:
+        ready = self._ready(index, slot)
+
+        def ready_by_linear() -> None:
+            if torch._C._current_graph_task_id() == -1:  # outside of any backward: those of the armed chunk are over
+                for missing in self._missing.values():
+                    missing.intersection_update(self._by_linears)
+            ready()
+
+        return ready_by_linear
 
     def _start_complete(self) -> None:
         """Start armed buckets from the first, up to one that still misses a gradient."""
