@@ -72,7 +72,8 @@ def most_sends_held(schedule: Schedule, stage: int) -> int:
     return most
 
 
-@pytest.mark.parametrize("kind, vpp", [(ScheduleKind.ONE_F_ONE_B, 1), (ScheduleKind.INTERLEAVED, 2)])
+@pytest.mark.parametrize("kind, vpp", [(ScheduleKind.ONE_F_ONE_B, 1), (ScheduleKind.INTERLEAVED, 2),
+                                       (ScheduleKind.ZB_H1, 1), (ScheduleKind.ZB_V, 2)])
 def test_answers_let_go_of_all_but_a_few_sends(kind: ScheduleKind, vpp: int):
     chunks = kind.chunks(4, vpp)
     held = {m: [most_sends_held(with_messages(kind.compute(chunks, m)), stage) for stage in range(4)]

@@ -23,7 +23,10 @@ from tests.ranks import run_ranks
 TOKENS = (7, 1, 5, 0, 2, 9, 4)  # of each micro-batch: ragged
 COUNTS = (1, 3, 4, 7)
 RESHARDS = 2
-KINDS = ((ScheduleKind.GPIPE, 1), (ScheduleKind.ONE_F_ONE_B, 1), (ScheduleKind.INTERLEAVED, 2))
+TOKENS_OF_EACH = 40  # where memory is counted
+MESSAGE_BYTES = TOKENS_OF_EACH * HIDDEN * 8
+KINDS = ((ScheduleKind.GPIPE, 1), (ScheduleKind.ONE_F_ONE_B, 1), (ScheduleKind.INTERLEAVED, 2),
+         (ScheduleKind.ZB_H1, 1), (ScheduleKind.ZB_V, 2))
 
 
 def one_by_one(chunks: Chunks, m: int, split: bool) -> Schedule:
@@ -174,7 +177,7 @@ def test_sequence_parallel_messages():
     run_ranks(4, sequence_parallel_shapes)
 
 
-def peaks(world: World) -> dict[str, dict[int, int]]:
+def peaks(world: World, counts: tuple[int, int]) -> dict[str, dict[int, int]]:
     """Most bytes alive at once during a run on this rank, by schedule and number of equal micro-batches."""
     pp, found = world.size, {}
     mesh = Mesh(Grid.of(Layout(pp=pp)), world)
@@ -184,9 +187,9 @@ def peaks(world: World) -> dict[str, dict[int, int]]:
     makes |= {"forward": (Chunks(pp), forward), "forward v": (Chunks(pp, 2, ChunkOrder.V), forward)}
     for name, (chunks, make) in makes.items():
         found[name] = {}
-        for m in (8, 32):
+        for m in counts:
             stage = Stage(chunks, mesh.pp.index)
-            gradients, batches = Gradients(stage), micro_batches((40,) * m)
+            gradients, batches = Gradients(stage), micro_batches((TOKENS_OF_EACH,) * m)
             runner = PipelineRunner(stage, mesh, chunks, HIDDEN, torch.float64, weight_grads=gradients.weight_grads)
             with LiveBytes() as live:
                 runner.run(make(chunks, m), batches, lambda out, batch: (loss(out, batch)[0], {}))
@@ -195,11 +198,14 @@ def peaks(world: World) -> dict[str, dict[int, int]]:
 
 
 def test_memory_does_not_grow_with_the_micro_batches():
-    for found in (peaks(World.single(CPU)), *run_ranks(4, peaks)):
+    few, many = counts = 16, 48
+    for found in (peaks(World.single(CPU), counts), *run_ranks(4, peaks, counts)):
         gpipe = found.pop("gpipe")
-        assert gpipe[32] > 3.5 * gpipe[8]  # so it would be seen
+        assert gpipe[many] > 2.8 * gpipe[few]  # so it would be seen
         for name, by_m in found.items():
-            assert by_m[8] == by_m[32], (name, by_m)
+            # The order of zb-v is found by a search, and is not quite the same for every count: two messages more.
+            more = 2 * MESSAGE_BYTES if name == "zb-v" else 0
+            assert abs(by_m[few] - by_m[many]) <= more, (name, by_m)
 
 
 def test_what_does_not_belong_together():

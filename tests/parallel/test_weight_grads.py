@@ -12,6 +12,7 @@ from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear, 
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.weight_grads import WeightGrads, add_product, attach
 from hybridflow.parallel.world import World
+from tests.parallel.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 IN, INNER, OUT = 5, 7, 3
@@ -107,6 +108,19 @@ def test_each_piece_of_kept_work_is_let_go_when_it_is_done():
                                     lambda: alive.append(sum(x() is not None for x in inputs)))
     mains.weight_grads.run(kept)
     assert alive == [2, 1] and not any(x() is not None for x in inputs)
+
+
+def test_a_kept_backward_keeps_inputs_and_gradients_of_linears_only():
+    """What is alive between B and W, to the byte."""
+    tokens, module = 400, TwoLayers()
+    mains, x = Mains(module), random(tokens, IN).requires_grad_()
+    with LiveBytes() as live:
+        with mains.weight_grads.keeping() as kept:
+            module(x).square().sum().backward()
+        biases = INNER + OUT
+        assert live.now == 8 * (tokens * (INNER + INNER + OUT) + x.numel() + biases)  # tanh, 2 gradients, x.grad
+        mains.weight_grads.run(kept)
+        assert live.now == 8 * (x.numel() + biases)
 
 
 def test_a_weight_that_does_not_learn_gets_nothing():
