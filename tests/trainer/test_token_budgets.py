@@ -19,9 +19,9 @@ TIMES = ("time/", "perf/", "reshard/", "train/reduced")
 ROWS = ("train.micro_batch_size=4",)
 BUDGET = ("train.micro_batch_size=8", "train.micro_batch_tokens=108")  # the longest row has 100 + 6 tokens
 CUTS = [
-    (*BUDGET, "train.layout.tp=2", "train.layout.sequence_parallel=true", "train.forward_micro_batch_tokens=300"),
+    (*BUDGET, "train.layout.tp=2", "train.layout.sequence_parallel=true", "train.forward_micro_batch_tokens=300",
+     "model.critic.layout={pp: 4}"),
     (*BUDGET, "train.layout.cp=2", "train.layout.pp=2", "generation.layout.tp=2"),
-    (*BUDGET, "train.forward_micro_batch_size=2", "model.critic.layout={pp: 4}"),
 ]
 
 
