@@ -43,6 +43,15 @@ class Pending:
             self._result = self._finish()
         return self._result
 
+    @classmethod
+    def of(cls, work: dist.Work, result: Tensor, nbytes: int = 0) -> Pending:
+        """What torch is doing, and the tensor that it fills."""
+        def finish() -> Tensor:
+            work.wait()
+            return result
+
+        return cls(finish, nbytes)
+
     def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
         """What `change` makes of the result, when it is waited for."""
         return Pending(lambda: change(self.wait()), self.nbytes)
@@ -56,7 +65,7 @@ def start_all_reduce(x: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType = 
         arriving = _post([x.contiguous()] * group.size, group)
         return Pending(lambda: x.copy_(_sum_in_order(arriving.wait())), x.nbytes)
     work = dist.all_reduce(x, op, group=group.process_group, async_op=True)
-    return Pending(lambda: _waited(work, x), x.nbytes)
+    return Pending.of(work, x, x.nbytes)
 
 
 def start_all_gather(x: Tensor, group: AxisGroup, out: Tensor | None = None) -> Pending:
@@ -71,7 +80,7 @@ def start_all_gather(x: Tensor, group: AxisGroup, out: Tensor | None = None) -> 
     mine = x.contiguous()
     whole = out if out is not None else x.new_empty(group.size * x.shape[0], *x.shape[1:])
     if x.device.type != "cpu":
-        return Pending(_gather_on_device(mine, group, whole).wait, x.nbytes)
+        return _gather_on_device(mine, group, whole)
     rows = x.shape[0]
     places = [whole[i * rows : (i + 1) * rows] for i in range(group.size)]
     if places[group.index].data_ptr() != mine.data_ptr():
@@ -98,7 +107,7 @@ def start_reduce_scatter(x: Tensor, group: AxisGroup, out: Tensor | None = None,
         return Pending(lambda: x if out is None and sum_dtype in (None, x.dtype) else mine.copy_(x))
     x = x.contiguous()
     if x.device.type != "cpu" and mine.dtype == x.dtype:
-        return Pending(_reduce_scatter_on_device(x, group, mine).wait, x.nbytes)
+        return _reduce_scatter_on_device(x, group, mine)
     return _exchange_and_sum(x, group, mine)
 
 
@@ -121,20 +130,15 @@ def _is_direct(x: Tensor, copies: int) -> bool:
     return x.device.type == "cpu" and copies * x.numel() * x.element_size() <= DIRECT_BYTES
 
 
-def _waited(work: dist.Work, result: Tensor) -> Tensor:
-    work.wait()
-    return result
-
-
 def _gather_on_device(x: Tensor, group: AxisGroup, out: Tensor) -> Pending:
     """`all_gather` by the backend, which fills the result in rank order: no copy where that is coordinate order."""
     gathered = out if group.is_sorted else torch.empty_like(out)
     work = dist.all_gather_into_tensor(gathered, x, group=group.process_group, async_op=True)
+    pending = Pending.of(work, gathered, x.nbytes)
     if group.is_sorted:
-        return Pending(lambda: _waited(work, out))
+        return pending
     order = list(group.order)
-    return Pending(lambda: _waited(work, gathered)).then(
-        lambda by_rank: out.copy_(by_rank.unflatten(0, (group.size, -1))[order].flatten(0, 1)))
+    return pending.then(lambda by_rank: out.copy_(by_rank.unflatten(0, (group.size, -1))[order].flatten(0, 1)))
 
 
 def _reduce_scatter_on_device(x: Tensor, group: AxisGroup, out: Tensor) -> Pending:
@@ -143,7 +147,7 @@ def _reduce_scatter_on_device(x: Tensor, group: AxisGroup, out: Tensor) -> Pendi
         members = sorted(range(group.size), key=lambda member: group.order[member])
         x = x.unflatten(0, (group.size, -1))[members].flatten(0, 1)
     work = dist.reduce_scatter_tensor(out, x, group=group.process_group, async_op=True)
-    return Pending(lambda: _waited(work, out))
+    return Pending.of(work, out, x.nbytes)
 
 
 def _exchange_and_sum(x: Tensor, group: AxisGroup, out: Tensor) -> Pending:

@@ -59,6 +59,52 @@ def test_the_forms_for_devices_follow_coordinate_order_too():
     run_ranks(4, check_backend_forms)
 
 
+def several_under_way(world: World, piece: int) -> list[torch.Tensor]:
+    """Started together and waited for in that order; results in place, in given memory, and in another dtype."""
+    collectives.PIECE, before = piece, collectives.PIECE
+    results = []
+    for order in ORDERS:
+        group = group_of(world, order)
+        everyone = [rows(rank, 8) for rank in order]
+        dense, part = sum(everyone), slice(2 * group.index, 2 * group.index + 2)
+        buffer, whole = rows(world.rank, 8), torch.full((32, 3), float("nan"), dtype=torch.float64)
+        whole[8 * group.index : 8 * group.index + 8] = rows(world.rank, 8)
+        pending = [
+            collectives.start_reduce_scatter(buffer, group, out=buffer[part]),
+            collectives.start_all_reduce(rows(world.rank, 8), group),
+            collectives.start_all_gather(whole[8 * group.index : 8 * group.index + 8], group, out=whole),
+            collectives.start_reduce_scatter(rows(world.rank, 8).bfloat16(), group, sum_dtype=torch.float32),
+            collectives.start_all_reduce(rows(world.rank, SIZES[1]), group).then(lambda x: x[:8] / 2),
+        ]
+        share, total, gathered, rounded, half = [each.wait() for each in pending]
+        torch.testing.assert_close(share, dense[part], rtol=0, atol=1e-13)
+        assert share.data_ptr() == buffer[part].data_ptr() and gathered.data_ptr() == whole.data_ptr()
+        torch.testing.assert_close(total, dense, rtol=0, atol=1e-13)
+        assert torch.equal(gathered, torch.cat(everyone))
+        parts = [x.bfloat16().float() for x in everyone]
+        assert torch.equal(rounded, (((parts[0] + parts[1]) + parts[2]) + parts[3])[part])
+        torch.testing.assert_close(half, sum(rows(rank, SIZES[1])[:8] for rank in order) / 2, rtol=0, atol=1e-13)
+        assert [each.nbytes for each in pending] == [192, 192, 192, 48, 24 * SIZES[1]]
+        assert pending[0].wait() is share
+        results += [total, half]
+    collectives.PIECE = before
+    return results
+
+
+@pytest.mark.parametrize("piece", [1 << 24, 5])
+def test_collectives_overlap(piece: int):
+    by_rank = run_ranks(4, several_under_way, piece)
+    for results in by_rank[1:]:
+        assert all(torch.equal(mine, first) for mine, first in zip(results, by_rank[0]))
+
+
+def test_a_group_of_one_is_the_identity():
+    alone, x = AxisGroup((0,), 0, None), torch.randn(4, 2)
+    for start in (collectives.start_all_reduce, collectives.start_all_gather, collectives.start_reduce_scatter):
+        pending = start(x, alone)
+        assert pending.wait() is x and pending.nbytes == 0
+
+
 def not_contiguous(world: World) -> None:
     group = group_of(world, (0, 1, 2, 3))
     view = rows(world.rank, 8).T

@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from hybridflow.parallel import collectives
 from hybridflow.parallel.collectives import Pending
-from hybridflow.parallel.comm_hook import Compressed, GradBucket, plain
+from hybridflow.parallel.comm_hook import Compressed, DdpHook, GradBucket, plain
 from hybridflow.parallel.gradients import MAX_IN_FLIGHT, GradSync, MainGrads
 from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
@@ -82,6 +83,9 @@ def all_layouts(world: World) -> None:
     for zero_stage in (0, 1, 2):
         reduced(world, data, zero_stage, torch.bfloat16, 0.3, bucket_bytes=200)
         reduced(world, data, zero_stage, hook=halved_and_doubled)
+        everyone = world.group(tuple(range(world.size)))
+        reduced(world, data, zero_stage, hook=DdpHook(default_hooks.allreduce_hook, everyone))
+        reduced(world, data, zero_stage, tolerance=0.2, hook=DdpHook(default_hooks.bf16_compress_hook, everyone))
         reduced(world, data, zero_stage, tolerance=0.2, reduce_dtype=torch.bfloat16)
     collectives.PIECE, before = world.size * 7, collectives.PIECE  # 7 elements of each rank at a time
     for zero_stage in (1, 2):
