@@ -19,13 +19,14 @@ from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.hf_export import export_hf, tokenizer_files
 from hybridflow.models.hf_import import load_hf
 from hybridflow.models.layout import chunk_layers
+from hybridflow.models.recompute import Recompute
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.box import Box
 from hybridflow.parallel.collectives import all_gather, all_reduce
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.pipeline import PipelineRunner
 from hybridflow.parallel.schedules.builders import ScheduleKind
-from hybridflow.parallel.schedules.chunks import Chunks
+from hybridflow.parallel.schedules.chunks import ChunkOrder, Chunks
 from hybridflow.parallel.schedules.training import build as build_schedule
 from hybridflow.parallel.shard_map import ShardMap
 
@@ -43,6 +44,7 @@ class Case:
     layers_per_chunk: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
     chunks: Chunks | None = None
+    recompute: Recompute = Recompute.NONE
 
 
 @dataclass
@@ -61,7 +63,7 @@ def build(world, case: Case) -> Built:
     chunks = case.chunks or Chunks(case.layout.pp)
     stage = DecoderStage(config, mesh, case.head, chunks=chunks,
                          chunk_layers=chunk_layers(config.num_layers, chunks, case.layers_per_chunk),
-                         sequence_parallel=case.sequence_parallel, dtype=case.dtype)
+                         sequence_parallel=case.sequence_parallel, dtype=case.dtype, recompute=case.recompute)
     shard_map = decoder_shard_map(config, mesh.grid, case.head, chunks, case.layers_per_chunk)
     storages = stage.state_dict()
     for storage in storages.values():
@@ -108,7 +110,10 @@ def backward(built: Built, samples: list[tuple[Sample, torch.Tensor]], per_micro
     chunks = built.stage.chunks
     runner = PipelineRunner(built.stage, built.mesh, chunks, built.config.hidden_size, built.stage.dtype,
                             built.stage.sequence_parallel)
-    runner.run(build_schedule(ScheduleKind.ONE_F_ONE_B, chunks, len(batches)), batches, loss)
+    kind = ScheduleKind.ONE_F_ONE_B
+    if chunks.vpp > 1:
+        kind = ScheduleKind.ZB_V if chunks.order is ChunkOrder.V else ScheduleKind.INTERLEAVED
+    runner.run(build_schedule(kind, chunks, len(batches)), batches, loss)
     syncs = built.stage.grad_syncs()
     for name, parameter in built.stage.named_parameters():
         for group in syncs[name].groups:

@@ -6,7 +6,9 @@ import torch
 
 from hybridflow.micro_batch import Sample
 from hybridflow.models.config import Head
+from hybridflow.models.recompute import Recompute
 from hybridflow.parallel.mesh import Layout
+from hybridflow.parallel.schedules.chunks import ChunkOrder, Chunks
 from tests.models.hf_models import reference_gradients, save_random, save_random_critic
 from tests.models.stages import Case, descend, sample_gradients
 from tests.ranks import run_ranks
@@ -14,6 +16,7 @@ from tests.ranks import run_ranks
 SHAPES = [(3, 4), (1, 6), (5, 1), (2, 2), (7, 3)]  # prompt and response tokens of the rows
 CUTS = [(Layout(1, 1), False), (Layout(2, 1), False), (Layout(2, 1), True), (Layout(4, 1), False), (Layout(4, 1), True),
         (Layout(1, 2), False), (Layout(2, 2), True), (Layout(1, 4), False), (Layout(4, 2), True), (Layout(8, 1), True)]
+LOOP, V = Chunks(2, 2), Chunks(2, 2, ChunkOrder.V)
 
 
 def samples():
@@ -73,6 +76,19 @@ def test_value_head(references, layout, sequence_parallel):
         folder, expected = references[kind, "value"]
         case = Case(folder, layout, Head.VALUE, sequence_parallel, dtype=torch.float64)
         assert_gradients(run_ranks(layout.size, sample_gradients, case, samples(), 2), expected)
+
+
+@pytest.mark.parametrize(("chunks", "recompute"), [(LOOP, Recompute.NONE), (V, Recompute.SELECTIVE),
+                                                   (LOOP, Recompute.FULL), (V, Recompute.NONE)], ids=str)
+def test_chunks(references, chunks, recompute):
+    """Interleaved and V order, tied (qwen2: in V order one parameter with both uses) and untied, and a value head."""
+    for (kind, head), (folder, expected) in references.items():
+        if kind == "qwen3" and head == "value":
+            continue
+        tp = 1 if kind == "qwen3" else 2
+        case = Case(folder, Layout(tp, 2), Head.LANGUAGE_MODEL if head == "lm" else Head.VALUE, tp > 1,
+                    dtype=torch.float64, chunks=chunks, recompute=recompute)
+        assert_gradients(run_ranks(2 * tp, sample_gradients, case, samples(), 2), expected)
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 2), Layout(1, 4)], ids=str)
