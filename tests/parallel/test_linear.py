@@ -1,10 +1,13 @@
 """Tensor-parallel linears against the whole matrices: outputs and all gradients, also under sequence parallelism."""
 
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
+from hybridflow.parallel.weight_grads import WeightGrads, attach
 from hybridflow.parallel.world import World
 from tests.ranks import run_ranks
 
@@ -26,7 +29,8 @@ def whole(tokens: int) -> dict[str, torch.Tensor]:
     return {"y": y.detach()} | {name: tensor.grad for name, tensor in full.items() if tensor.grad is not None}
 
 
-def two_layers(world: World, tokens: int, sequence_parallel: bool) -> None:
+def two_layers(world: World, tokens: int, sequence_parallel: bool, taken: bool) -> None:
+    """`taken`: the gradients of the matrices are taken from autograd, and computed after the backward."""
     tp = Mesh(Grid.of(Layout(tp=world.size)), world).tp
     full, want = inputs(tokens), whole(tokens)
     inner = slice(tp.index * INNER // tp.size, (tp.index + 1) * INNER // tp.size)
@@ -39,9 +43,17 @@ def two_layers(world: World, tokens: int, sequence_parallel: bool) -> None:
         column.bias.copy_(full["b1"][inner])
         row.weight.copy_(full["w2"][:, inner])
         row.bias.copy_(full["b2"])
+    weight_grads = WeightGrads()
+    for weight in attach(nn.ModuleList([column, row]), weight_grads) if taken else []:
+        main_grad = torch.zeros_like(weight)
+        weight_grads.register(weight, lambda main_grad=main_grad: main_grad,
+                              lambda weight=weight, main_grad=main_grad: setattr(weight, "grad", main_grad))
     x = full["x"][mine].clone().requires_grad_()
     y = row(torch.tanh(column(x)))
-    (y * full["g"][mine]).sum().backward()
+    with weight_grads.keeping() as kept:
+        (y * full["g"][mine]).sum().backward()
+    assert len(kept) == 2 * taken and (column.weight.grad is None) == taken
+    weight_grads.run(kept)
     close = lambda got, name, part: torch.testing.assert_close(got, want[name][part], rtol=1e-12, atol=1e-12)  # noqa: E731
     close(y.detach(), "y", mine)
     close(x.grad, "x", mine)
@@ -54,16 +66,21 @@ def two_layers(world: World, tokens: int, sequence_parallel: bool) -> None:
     close(bias_grad, "b2", slice(None))
 
 
-def test_one_rank_is_the_whole() -> None:
-    two_layers(World.single(CPU), 7, False)
+@pytest.mark.parametrize("taken", [False, True])
+def test_one_rank_is_the_whole(taken: bool) -> None:
+    for tokens in (0, 1, 7):
+        two_layers(World.single(CPU), tokens, False, taken)
 
 
-def test_tensor_parallel() -> None:
-    run_ranks(4, two_layers, 7, False)
+@pytest.mark.parametrize("taken", [False, True])
+def test_tensor_parallel(taken: bool) -> None:
+    for tokens in (0, 7):
+        run_ranks(4, two_layers, tokens, False, taken)
 
 
-def test_sequence_parallel() -> None:
-    run_ranks(4, two_layers, 12, True)
+@pytest.mark.parametrize("taken", [False, True])
+def test_sequence_parallel(taken: bool) -> None:
+    run_ranks(4, two_layers, 12, True, taken)
 
 
 def test_without_bias() -> None:
