@@ -2,10 +2,11 @@
 
 import torch
 
-from hybridflow.batch import Batch, move_rows, row_map, split_rows
+from hybridflow.batch import Batch, move_rows, row_map
 from hybridflow.context import ContextPart
 from hybridflow.micro_batch import MicroBatch, Sample, TokenColumns
 from hybridflow.models.attention import PackedCausal
+from hybridflow.packing import split_rows
 from hybridflow.parallel.plan import TransferPlan
 from hybridflow.parallel.world import World
 from tests.ranks import run_ranks
@@ -15,11 +16,6 @@ LENGTHS = (3, 1, 0, 4, 2, 2, 5, 1, 1, 3)
 
 def table(rows: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([[100.0 * row + i, -row] for row in rows for i in range(LENGTHS[row])]).reshape(-1, 2)
-
-
-def test_split_rows_is_balanced_and_complete():
-    assert split_rows(range(10), 4) == [(0, 1, 2), (3, 4, 5), (6, 7), (8, 9)]
-    assert split_rows(range(2), 4) == [(0,), (1,), (), ()]
 
 
 def test_consecutive_rows_are_one_box():

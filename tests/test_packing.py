@@ -95,6 +95,7 @@ def test_the_order_of_rows_changes_only_their_numbers():
 
 def test_rows_are_split_in_order():
     assert split_rows(range(10), 4) == [(0, 1, 2), (3, 4, 5), (6, 7), (8, 9)]
+    assert split_rows(range(2), 4) == [(0,), (1,), (), ()]
     assert by_rows(range(10), 4, 2) == (((0, 1), (2,)), ((3, 4), (5,)), ((6, 7),), ((8, 9),))
     assert by_rows(range(2), 3, 5) == (((0,),), ((1,),), ((),))
 
