@@ -8,7 +8,7 @@ has no flash kernel and keeps scores too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,13 +72,25 @@ class ActivationMemory:
     def chunk(self, shape: PackedShape, num_layers: int, *, is_first: bool, is_last: bool) -> int:
         """A chunk of `num_layers` layers, with the input that came from the chunk before; and the embedding of the
         first, the norm and the head of the last."""
-        again = 0 if self.recompute is Recompute.NONE else min(num_layers, self.recompute_layers or num_layers)
-        if self.recompute_layers == 0:
-            again = 0
+        again = num_layers if self.recompute_layers is None else min(num_layers, self.recompute_layers)
         kept = again * self.layer(shape, self.recompute) + (num_layers - again) * self.layer(shape, Recompute.NONE)
-        kept += self._shared_by_layers(shape, holds_attend=again > 0)
+        kept += self._shared_by_layers(shape, holds_attend=again > 0 and self.recompute is not Recompute.NONE)
         kept += self._embedding(shape) if is_first else 0
         return kept + (self._head(shape) if is_last else 0)
+
+    def peaks(self, schedule: Schedule, shapes: Sequence[PackedShape],
+              chunk_layers: Sequence[range]) -> tuple[int, ...]:
+        """The most that each stage holds at once over `schedule` with these micro-batches. A backward under way needs
+        one layer more, `layer(shape, Recompute.NONE)`, where it is recomputed.
+
+        Args:
+            chunk_layers: of every chunk of the model (`layout.chunk_layers`).
+        """
+        def kept(i: int, chunk: int) -> int:
+            return self.chunk(shapes[i], len(chunk_layers[chunk]), is_first=chunk == 0,
+                              is_last=chunk == schedule.chunks.last)
+
+        return stage_peaks(schedule, kept, lambda i, chunk: self.weight_inputs(shapes[i], len(chunk_layers[chunk])))
 
     def layer(self, shape: PackedShape, recompute: Recompute) -> int:
         """One layer, with its input."""
@@ -104,7 +116,7 @@ class ActivationMemory:
         q, kv, num_heads = self._widths
         n, is_laid_out = shape.num_tokens, self.cp == 1 and shape.is_ragged
         slots = shape.slots if is_laid_out else n
-        seen = slots * (q * self._size + num_heads * self._wide_scores)  # attention's output and log-sums
+        seen = slots * (q * self._size + num_heads * self._wide)  # attention's output and log-sums
         copied = n * q * self._size if is_laid_out or self.cp > 1 else 0  # the output, packed again
         scales = 0 if not self.config.qk_norm else n * (q + kv) // self.config.head_dim * self._wide
         projected = n * (q + 2 * kv) * self._size
@@ -160,8 +172,6 @@ class ActivationMemory:
     def _wide(self) -> int:
         """Statistics are in fp32 at least."""
         return torch.promote_types(self.dtype, torch.float32).itemsize
-
-    _wide_scores = _wide
 
 
 def stage_peaks(schedule: Schedule, kept: Callable[[int, int], int],

@@ -130,5 +130,8 @@ def test_peaks():
     assert stage_peaks(schedule, lambda i, c: 10 * (i == 3)) == (10, 10, 10, 10)
     gpipe = ScheduleKind.GPIPE.compute(Chunks(2), 3)
     assert stage_peaks(gpipe, lambda i, c: (100, 1)[c]) == (300, 3)
+    memory, shapes = ActivationMemory(CONFIG, Head.LANGUAGE_MODEL, torch.float32), [PackedShape((5, 3), 8, 4)] * 3
+    first, last = (memory.chunk(shapes[0], 2, is_first=i == 0, is_last=i == 1) for i in range(2))
+    assert memory.peaks(gpipe, shapes, (range(2), range(2, 4))) == (3 * first, 3 * last)
     split = ScheduleKind.ZB_H1.compute(Chunks(2), 4)
     assert stage_peaks(split, lambda i, c: 1, lambda i, c: 1) == (2, 2)
