@@ -127,13 +127,13 @@ class Mesh:
         self.world = world
         self.coord = grid.coord(world.rank)
         self.tp = self._axis(lambda c: (c.cp, c.dp, c.pp))
-        self.cp = self._axis(lambda c: (c.tp, c.dp, c.pp))
+        # Of its own even where it is all of `data`: keys and values must not queue behind a reduction of gradients.
+        self.cp = self._axis(lambda c: (c.tp, c.dp, c.pp), "context")
         self.dp = self._axis(lambda c: (c.tp, c.cp, c.pp))
         self.pp = self._axis(lambda c: (c.tp, c.cp, c.dp))
         self.data = self._axis(lambda c: (c.tp, c.pp))
         self.model = self._axis(lambda c: (c.cp, c.dp))
         self.links = self._links()
-        self.replica = self.model
         last = self.layout.pp - 1
         self.embedding = self._axis(lambda c: (c.tp, c.cp, c.dp, 0 if c.pp in (0, last) else c.pp))
 
@@ -168,10 +168,10 @@ class Mesh:
                     links[ends] = AxisGroup(ranks, ranks.index(mine), process_group)
         return links
 
-    def _axis(self, key: Callable[[Coord], tuple]) -> AxisGroup:
+    def _axis(self, key: Callable[[Coord], tuple], purpose: str = "") -> AxisGroup:
         mine = None
         for ranks in self.grid.lines(key):
-            process_group = self.world.group(ranks)
+            process_group = self.world.group(ranks, purpose)
             if self.world.rank in ranks:
                 mine = AxisGroup(ranks, ranks.index(self.world.rank), process_group)
         assert mine is not None

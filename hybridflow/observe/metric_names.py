@@ -72,6 +72,7 @@ _POLICY = (
                "largest logit in fp32.", "-"),
     MetricInfo("policy/grad_norm", "norm", "Global L2 norm of the actor's gradient, before clipping.", _UPDATES),
     MetricInfo("policy/lr", "1", "The actor's learning rate at the last optimizer step.", "-"),
+    MetricInfo("policy/loss_scale", "1", "The actor's loss scale for the next optimizer step (fp16).", "-"),
 )
 _CRITIC = (
     MetricInfo("critic/loss", "loss", "The critic's loss, under the configured reduction.", _UPDATES),
@@ -83,6 +84,7 @@ _CRITIC = (
     MetricInfo("critic/value_error", "return squared", "Squared error of the values, before the coefficient.", _TOKENS),
     MetricInfo("critic/grad_norm", "norm", "Global L2 norm of the critic's gradient, before clipping.", _UPDATES),
     MetricInfo("critic/lr", "1", "The critic's learning rate at the last optimizer step.", "-"),
+    MetricInfo("critic/loss_scale", "1", "The critic's loss scale for the next optimizer step (fp16).", "-"),
 )
 _ADVANTAGE = (
     MetricInfo("advantage/mean", "reward", "Advantage before normalisation.", _TOKENS),
@@ -92,6 +94,7 @@ _SUPERVISED = (
     MetricInfo("sft/loss", "nats", "Cross-entropy of the target tokens.", "target tokens of the step, all ranks"),
     MetricInfo("sft/grad_norm", "norm", "Global L2 norm of the gradient, before clipping.", "-"),
     MetricInfo("sft/lr", "1", "Learning rate of the step.", "-"),
+    MetricInfo("sft/loss_scale", "1", "Loss scale for the next step (fp16).", "-"),
 )
 _RUN = (
     MetricInfo("eval/accuracy", "fraction", "Held-out prompts answered right (full reward) by greedy decoding.",

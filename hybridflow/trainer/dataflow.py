@@ -146,12 +146,16 @@ class Dataflow:
         return updates, all_reduce(losses[0].largest_gap, everyone(self.world), dist.ReduceOp.MAX).item()
 
     def _train_metrics(self) -> Metrics:
-        """Skipped steps and reduced bytes since the start, of every role that learns."""
-        engines = [role.trainer for role in (self.roles.actor, self.roles.critic) if role is not None]
-        reduced = sum(engine.grads.reduced_bytes for engine in engines)
+        """Skipped steps and reduced bytes since the start, over the roles that learn; and their loss scales (fp16)."""
+        engines = {"policy": self.roles.actor.trainer}
+        if self.roles.critic is not None:
+            engines["critic"] = self.roles.critic.trainer
+        reduced = sum(engine.grads.reduced_bytes for engine in engines.values())
         everywhere = sum_over_world(torch.tensor(reduced, dtype=torch.int64, device=self.world.device), self.world)
-        return {"train/skipped_steps": float(sum(engine.optimizer.num_skipped for engine in engines)),
-                "train/reduced_bytes": float(everywhere)}
+        scales = {f"{name}/loss_scale": engine.optimizer.scale for name, engine in engines.items()
+                  if engine.optimizer.loss_scale is not None}
+        return scales | {"train/reduced_bytes": float(everywhere),
+                         "train/skipped_steps": float(sum(e.optimizer.num_skipped for e in engines.values()))}
 
     def update_rows(self, batch: Batch) -> list[range]:
         """The rows of each optimizer step; the last of an epoch may be short."""

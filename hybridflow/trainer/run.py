@@ -121,7 +121,7 @@ class Run:
         events = gather_events(self.world, parts.trace)
         if events is not None:
             places = {rank: parts.grid.coord(rank) for rank in range(self.world.size)}
-            labels = {rank: f"tp {at.tp}, dp {at.dp}, pp {at.pp}" for rank, at in places.items()}
+            labels = {rank: f"tp {at.tp}, cp {at.cp}, dp {at.dp}, pp {at.pp}" for rank, at in places.items()}
             write_trace(events, self.folder / "trace.json", labels)
             self.view.say(f"Trace of this step: {self.folder / 'trace.json'} (open it in Perfetto)")
         return metrics

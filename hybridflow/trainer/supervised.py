@@ -46,10 +46,11 @@ class SupervisedTrainer:
             counts = response_counts([len(sample.response) for sample in samples])
             update = self.actor.learn(mine, share.sizes, counts, _loss)
         metrics = self.timer.take()
-        tokens = sum(sample.length for sample in samples)
-        return metrics | {"sft/loss": finish_metrics(update.sums)["supervised_loss"],
+        tokens, optimizer = sum(sample.length for sample in samples), self.actor.trainer.optimizer
+        scale = {} if optimizer.loss_scale is None else {"sft/loss_scale": optimizer.scale}
+        return metrics | scale | {"sft/loss": finish_metrics(update.sums)["supervised_loss"],
                           "sft/grad_norm": update.step.grad_norm, "sft/lr": update.step.lr,
-                          "train/skipped_steps": float(self.actor.trainer.optimizer.num_skipped),
+                          "train/skipped_steps": float(optimizer.num_skipped),
                           "perf/tokens_per_second": tokens / metrics["time/step"]}
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Evaluator:
