@@ -53,8 +53,9 @@ def differs(stage: ToyStage, main: MainGrads, whole: ToyWhole) -> float:
 
 
 def reduced(world: World, layout: Layout, zero_stage: int, dtype: torch.dtype = torch.float64, tolerance: float = 1e-12,
-            num_micro_batches: int = MICRO_BATCHES, overlap: bool = True, **options: object) -> None:
-    mesh = Mesh(Grid.of(layout), world)
+            num_micro_batches: int = MICRO_BATCHES, overlap: bool = True, order: tuple[int, ...] | None = None,
+            **options: object) -> None:
+    mesh = Mesh(Grid.of(layout) if order is None else Grid(layout, order), world)
     stage, whole = ToyStage(mesh, dtype), ToyWhole()
     main = MainGrads(stage, stage.syncs(), mesh.data, zero_stage, **options)
     for step in range(2):  # the second one must not see the first
@@ -87,6 +88,7 @@ def all_layouts(world: World) -> None:
         reduced(world, data, zero_stage, hook=DdpHook(default_hooks.allreduce_hook, everyone))
         reduced(world, data, zero_stage, tolerance=0.2, hook=DdpHook(default_hooks.bf16_compress_hook, everyone))
         reduced(world, data, zero_stage, tolerance=0.2, reduce_dtype=torch.bfloat16)
+        reduced(world, data, zero_stage, order=tuple(reversed(range(world.size))))
     collectives.PIECE, before = world.size * 7, collectives.PIECE  # 7 elements of each rank at a time
     for zero_stage in (1, 2):
         reduced(world, data, zero_stage)
