@@ -54,11 +54,6 @@ class Messages:
         self._received: dict[Action, _Transfer] = {}
         self._sent: dict[Link, dict[Action, _Transfer]] = {}
 
-    @property
-    def num_unfinished_sends(self) -> int:
-        """Sends whose buffers are held."""
-        return sum(map(len, self._sent.values()))
-
     def post(self, receive: Action) -> None:
         """Start receiving; `wait` gives the tensor."""
         assert receive.index is not None
