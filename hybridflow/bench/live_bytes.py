@@ -41,6 +41,12 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self._tracked)
         return out
 
+    @property
+    def now(self) -> int:
+        """Bytes of the storages made inside that are still alive, also after it has ended."""
+        self._forget_gone()
+        return self._tracked
+
     def _forget_gone(self) -> None:
         self._made = {key: (ref, size) for key, (ref, size) in self._made.items() if not ref.expired()}
         self._tracked = sum(size for _, size in self._made.values())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from hybridflow.bench.live_bytes import LiveBytes
 from hybridflow.micro_batch import MicroBatch, Sample
 from hybridflow.models.activation_memory import ActivationMemory, PackedShape, stage_peaks
 from hybridflow.models.attention import PackedCausal
@@ -14,7 +15,6 @@ from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.init import init_weights
 from hybridflow.models.layout import chunk_layers
 from hybridflow.models.recompute import Recompute
-from hybridflow.models.saved_bytes import measure_saved_bytes
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.schedules.builders import ScheduleKind
@@ -58,6 +58,15 @@ def measured(world, layout, chunks, config, head, dtype, sequence_parallel, samp
         found[chunk] = kept, memory.chunk(
             PackedShape.of(batch), len(cut[chunk]), is_first=chunk == 0, is_last=chunk == chunks.last)
     return found
+
+
+def measure_saved_bytes(fn):
+    """Bytes that were made while `fn` ran and live on with what it returns: a graph and no tensor."""
+    with LiveBytes() as live:
+        held = fn()
+    kept = live.now
+    del held
+    return kept
 
 
 def assert_exact(found):
