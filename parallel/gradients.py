@@ -159,18 +159,18 @@ class MainGrads:
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
                 param = named[slot.name]
+                param.register_post_accumulate_grad_hook(self._accumulate(index, slot))
                 if id(param) in by_linears:
                     assert weight_grads is not None
                     self._by_linears.add(slot.name)
                     weight_grads.register(param, self._main_grad(index, slot), self._ready_by_linear(index, slot))
-                else:
-                    param.register_post_accumulate_grad_hook(self._accumulate(index, slot))
 
     def _accumulate(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
         main_grad, ready = self._main_grad(index, slot), self._ready(index, slot)
 
         def accumulate(param: Tensor) -> None:
-            assert param.grad is not None
+            if param.grad is None:  # autograd calls for gradients that are none, too: those of linears' weights
+                return
             main_grad().add_(param.grad)
             param.grad = None
             ready()

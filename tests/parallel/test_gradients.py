@@ -372,6 +372,19 @@ def test_weight_gradients_that_run_later_complete_their_buckets(zero_stage: int)
     run_ranks(2, split_backward, zero_stage)
 
 
+def test_a_linears_weight_that_is_used_elsewhere_too_loses_nothing() -> None:
+    mesh = Mesh(Grid.of(Layout()), World.single(CPU))
+    module = Linears(torch.float64, mesh)
+    x = torch.ones(5, 4, dtype=torch.float64)
+    loss = lambda: module(x) + module.up.weight.square().sum()  # noqa: E731
+    [want] = torch.autograd.grad(loss(), [module.up.weight])
+    main = MainGrads(module, {}, mesh.data, bucket_bytes=1, weight_grads=WeightGrads())
+    loss().backward()
+    main.reduce()
+    [got] = [bucket.share for bucket in main.buckets if bucket.slots[0].name == "up.weight"]
+    torch.testing.assert_close(got[: want.numel()].view_as(want), want, rtol=1e-12, atol=1e-12)
+
+
 def test_buckets_keep_chunks_kinds_and_size_apart() -> None:
     mesh = Mesh(Grid.of(Layout()), World.single(CPU))
     module = nn.Module()
