@@ -54,7 +54,7 @@ class MainGrads:
         weight_grads: where the module's linears put their weight gradients, also those of a later W action.
     Raises:
         ValueError: another zero_stage, a bucket size that holds nothing, a sync that names no parameter, or both a hook
-            and a reduce_dtype.
+            and a reduce_dtype; later, a hook's result that is no share.
     """
 
     def __init__(
@@ -227,4 +227,8 @@ class MainGrads:
         """Complete the oldest reductions until `at_most` are under way."""
         while len(self._in_flight) > at_most:
             index, pending = self._in_flight.popleft()
-            self.buckets[index].settle(pending.wait())
+            reduced, share = pending.wait(), self.buckets[index].share
+            if reduced.shape != share.shape:
+                raise ValueError(f"the communication hook gave {tuple(reduced.shape)} for bucket {index}, whose share "
+                                 f"is {tuple(share.shape)}")
+            self.buckets[index].settle(reduced)

@@ -25,17 +25,18 @@ class LossScale:
     Args:
         start: the first scale.
         window: finite steps before it grows.
-        minimum: below which it never falls.
+        minimum, maximum: it stays between them; where gradients are zero nothing else would stop its growth.
     Raises:
-        ValueError: a window below 1, or a start below the minimum.
+        ValueError: a window below 1, or a start outside of the bounds.
     """
 
-    def __init__(self, start: float = 65536.0, window: int = 1000, minimum: float = 1.0) -> None:
+    def __init__(self, start: float = 65536.0, window: int = 1000, minimum: float = 1.0,
+                 maximum: float = 2.0**32) -> None:
         if window < 1:
             raise ValueError(f"loss scale window {window} must be at least 1 step, for example 1000")
-        if not start >= minimum > 0:
-            raise ValueError(f"loss scale {start} must be at least its minimum {minimum}, for example 65536")
-        self.window, self.minimum = window, minimum
+        if not 0 < minimum <= start <= maximum:
+            raise ValueError(f"loss scale {start} must be from {minimum} to {maximum}, for example 65536")
+        self.window, self.minimum, self.maximum = window, minimum, maximum
         self.state = LossScaleState(start, 0)
 
     @property
@@ -48,6 +49,6 @@ class LossScale:
         if not is_finite:
             self.state = LossScaleState(max(self.minimum, self.scale / 2), 0)
         elif self.state.good_steps + 1 == self.window:
-            self.state = LossScaleState(self.scale * 2, 0)
+            self.state = LossScaleState(min(self.maximum, self.scale * 2), 0)
         else:
             self.state = LossScaleState(self.scale, self.state.good_steps + 1)

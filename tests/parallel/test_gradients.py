@@ -297,6 +297,18 @@ def hook_raises(world: World, late: bool) -> None:
         main.finish()
 
 
+def hook_gives_all(world: World) -> None:
+    mesh = Mesh(Grid.of(Layout(dp=world.size)), world)
+    module = nn.Linear(3, 1, bias=False)
+    main = MainGrads(module, {}, mesh.data, 1, hook=lambda bucket: Pending(lambda: bucket.grads))
+    with pytest.raises(ValueError, match=r"hook gave \(64,\) for bucket 0, whose share is \(32,\)"):
+        main.reduce()
+
+
+def test_a_hook_must_give_the_share() -> None:
+    run_ranks(2, hook_gives_all)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_errors_of_a_hook_travel(late: bool) -> None:
     run_ranks(2, hook_raises, late)

@@ -14,6 +14,13 @@ def test_it_doubles_after_a_window_of_good_steps_and_halves_at_once() -> None:
     assert seen == [8, 8, 16, 16, 16, 8, 8, 8, 4, 2, 2, 2, 2, 4]
 
 
+def test_it_stops_growing() -> None:
+    scale = LossScale(8.0, window=1, maximum=20.0)
+    for _ in range(3):
+        scale.update(True)
+    assert scale.scale == 20.0
+
+
 def test_its_state_goes_on() -> None:
     scale, other = LossScale(8.0, window=3), LossScale(1.0, window=3)
     scale.update(True)
@@ -27,5 +34,5 @@ def test_its_state_goes_on() -> None:
 def test_faults() -> None:
     with pytest.raises(ValueError, match="window 0 must be at least 1"):
         LossScale(window=0)
-    with pytest.raises(ValueError, match=r"scale 0.5 must be at least its minimum 1.0"):
+    with pytest.raises(ValueError, match="scale 0.5 must be from 1.0 to 4294967296.0"):
         LossScale(0.5)
