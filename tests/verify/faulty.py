@@ -19,15 +19,15 @@ from hybridflow.verify.workload import reduction_of
 class LocalCounts(TrainedRole):
     """Divides by the tokens of its own replica."""
 
-    def learn(self, mine: Rows, sizes: Sequence[int], counts: GlobalCounts, loss: Loss, **more) -> Update:
+    def learn(self, mine: Rows, sizes: Sequence[int], counts: GlobalCounts, loss: Loss, *more) -> Update:
         counts = response_counts([len(sample.response) for sample in mine.samples])
-        return super().learn(mine, sizes, counts, loss, **more)
+        return super().learn(mine, sizes, counts, loss, *more)
 
 
 class MeanOfMeans(TrainedRole):
     """Divides each micro-batch by its own tokens, and the sum by their number."""
 
-    def learn(self, mine: Rows, sizes: Sequence[int], counts: GlobalCounts, loss: Loss, **more) -> Update:
+    def learn(self, mine: Rows, sizes: Sequence[int], counts: GlobalCounts, loss: Loss, *more) -> Update:
         parts = []
         for run in mine.runs(sizes):
             lengths = tuple(len(sample.response) for sample in run.samples)
