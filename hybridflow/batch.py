@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hybridflow.micro_batch import Sample, TokenColumns
-from hybridflow.packing import split_rows as split_rows
 from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.plan import TransferPlan
 from hybridflow.parallel.shard_map import ShardMap

@@ -52,8 +52,8 @@ class Share:
 class ScoringRole:
     """A role that answers: the base of all. `at_once` is what a replica runs at once when it only scores."""
 
-    def __init__(self, engine: ForwardEngine, at_once: MicroBatching | int, lane: Lane | None = None) -> None:
-        self.engine, self.scoring, self.lane = engine, micro_batching(at_once), lane
+    def __init__(self, engine: ForwardEngine, at_once: MicroBatching, lane: Lane | None = None) -> None:
+        self.engine, self.scoring, self.lane = engine, at_once, lane
 
     @property
     def world(self) -> World:
@@ -124,11 +124,11 @@ class TrainedRole(ScoringRole):
     once in an optimizer step: memory and speed, nothing else.
     """
 
-    def __init__(self, engine: TrainEngine, at_once: MicroBatching | int, learned_at_once: MicroBatching | int,
+    def __init__(self, engine: TrainEngine, at_once: MicroBatching, learned_at_once: MicroBatching,
                  reduction: Reduction, lane: Lane | None = None) -> None:
         super().__init__(engine, at_once, lane)
         self.trainer = engine
-        self.training, self.reduction = micro_batching(learned_at_once), reduction
+        self.training, self.reduction = learned_at_once, reduction
 
     def update(self, batch: Batch, rows: Sequence[int], loss: Loss, reshard: Resharder | None = None) -> Update:
         """One optimizer step on `rows` of the batch, which may be ragged over replicas. Collective."""
@@ -156,11 +156,6 @@ class TrainedRole(ScoringRole):
         with self.engine.on_device():
             return self.trainer.train([self._pack(run) for run in weighted.runs(sizes)], loss, skip=counts.tokens == 0,
                                       trace=self.lane, reshard=reshard)
-
-
-def micro_batching(at_once: MicroBatching | int) -> MicroBatching:
-    """A number alone is one of rows."""
-    return MicroBatching(rows=at_once) if isinstance(at_once, int) else at_once
 
 
 def response_counts(response_lengths: Sequence[int]) -> GlobalCounts:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hybridflow.batch import Batch, RowsOfRank, split_rows
+from hybridflow.batch import Batch, RowsOfRank
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.engine import Generator
 from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
 from hybridflow.hybrid_engine import HybridEngine
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.observe.phases import Phase, PhaseTimer
+from hybridflow.packing import split_rows
 from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.mesh import Grid, Mesh, everyone
 from hybridflow.parallel.pipeline import Lane

@@ -17,6 +17,7 @@ from hybridflow.engine.options import EngineOptions, TrainOptions
 from hybridflow.micro_batch import TokenColumns
 from hybridflow.models.config import Head
 from hybridflow.models.recompute import Recompute
+from hybridflow.packing import MicroBatching
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.optimizer import LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings
@@ -89,7 +90,8 @@ def step(world: World, cases: list[Case]) -> list[Seen]:
     found = []
     for case in cases:
         engine = engine_of(world, case)
-        role = TrainedRole(engine, 3, case.rows_at_once, Reduction(LossReduction.TOKEN_MEAN))
+        role = TrainedRole(engine, MicroBatching(3), MicroBatching(case.rows_at_once),
+                           Reduction(LossReduction.TOKEN_MEAN))
         batch = ragged_batch(world, ROWS)
         before = role.answer_tokens(batch)
         update = role.update(batch, range(ROWS), sft_loss)

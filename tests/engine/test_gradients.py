@@ -9,6 +9,7 @@ from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.algorithms.reduction import LossReduction
 from hybridflow.engine.options import TrainOptions
 from hybridflow.models.config import Head
+from hybridflow.packing import MicroBatching
 from hybridflow.parallel.mesh import Layout
 from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.world import World
@@ -49,7 +50,7 @@ def gradients(world: World, kind: str, reduction: Reduction, tied: bool, cases: 
         engine = train_engine(world, layout, tiny_model(tie_word_embeddings=tied), head,
                               train=TrainOptions(schedule), sequence_parallel=sequence_parallel,
                               layers_per_chunk=layers, temperature=0.7)
-        role = TrainedRole(engine, 4, micro_batch_size, reduction)
+        role = TrainedRole(engine, MicroBatching(4), MicroBatching(micro_batch_size), reduction)
         update = role.update(ragged_batch(world, ROWS), range(ROWS), loss)
         # The step clipped nothing and left the reduced gradients as they were.
         results.append((update.sums, update.step.grad_norm, canonical_grads(engine)))

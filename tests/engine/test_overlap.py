@@ -6,6 +6,7 @@ from hybridflow.algorithms.losses import supervised_loss
 from hybridflow.algorithms.reduction import LossReduction
 from hybridflow.engine.options import TrainOptions
 from hybridflow.models.config import Head
+from hybridflow.packing import MicroBatching
 from hybridflow.parallel.collectives import Pending
 from hybridflow.parallel.comm_hook import GradBucket, plain
 from hybridflow.parallel.mesh import Layout
@@ -35,7 +36,7 @@ def starts(world: World, kind: ScheduleKind, layout: Layout, vpp: int) -> tuple[
         forced.extend(started[before:])
 
     engine.grads.start = forcing
-    role = TrainedRole(engine, 4, 1, Reduction(LossReduction.TOKEN_MEAN))
+    role = TrainedRole(engine, MicroBatching(4), MicroBatching(1), Reduction(LossReduction.TOKEN_MEAN))
     role.update(ragged_batch(world, 10), range(10), lambda out, columns: supervised_loss(out.log_probs, columns))
     return started, forced, len(engine.grads.buckets)
 
