@@ -163,7 +163,8 @@ class MainGrads:
                 if id(param) in by_linears:
                     assert weight_grads is not None
                     self._by_linears.add(slot.name)
-                    weight_grads.register(param, self._main_grad(index, slot), self._ready_by_linear(index, slot))
+                    weight_grads.register(param, self._main_grad(index, slot),
+                                          self._ready_by_linear(index, slot, weight_grads))
 
     def _accumulate(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
         main_grad, ready = self._main_grad(index, slot), self._ready(index, slot)
@@ -192,11 +193,11 @@ class MainGrads:
 
         return ready
 
-    def _ready_by_linear(self, index: int, slot: Slot) -> Callable[[], None]:
+    def _ready_by_linear(self, index: int, slot: Slot, weight_grads: WeightGrads) -> Callable[[], None]:
         ready = self._ready(index, slot)
 
         def ready_by_linear() -> None:
-            if torch._C._current_graph_task_id() == -1:  # outside of any backward: those of the armed chunk are over
+            if weight_grads.runs_kept:  # what does not come from linears came in the backwards before
                 for missing in self._missing.values():
                     missing.intersection_update(self._by_linears)
             ready()

@@ -127,11 +127,11 @@ class Mesh:
         self.world = world
         self.coord = grid.coord(world.rank)
         self.tp = self._axis(lambda c: (c.cp, c.dp, c.pp))
-        # Of its own even where it is all of `data`: keys and values must not queue behind a reduction of gradients.
-        self.cp = self._axis(lambda c: (c.tp, c.dp, c.pp), "context")
+        self.cp = self._axis(lambda c: (c.tp, c.dp, c.pp))
         self.dp = self._axis(lambda c: (c.tp, c.cp, c.pp))
         self.pp = self._axis(lambda c: (c.tp, c.cp, c.dp))
-        self.data = self._axis(lambda c: (c.tp, c.pp))
+        # Of its own even where these are the ranks of cp: keys and values must not queue behind a gradient bucket.
+        self.data = self._axis(lambda c: (c.tp, c.pp), "data")
         self.model = self._axis(lambda c: (c.cp, c.dp))
         self.links = self._links()
         last = self.layout.pp - 1

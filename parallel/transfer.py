@@ -64,7 +64,7 @@ class Transfer:
         sends = {peer: buckets[number] for peer, buckets in self._sends.items() if number < len(buckets)}
         incoming = {peer: torch.empty(_numel(bucket), dtype=self.wire_dtype, device=self.world.device)
                     for peer, bucket in receives.items()}
-        outgoing = {peer: _pack(bucket, src, self.wire_dtype) for peer, bucket in sends.items()}
+        outgoing = {peer: _pack(bucket, src, self.wire_dtype, self.world.device) for peer, bucket in sends.items()}
         ops = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in incoming.items()]
         ops += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in outgoing.items()]
         works = dist.batch_isend_irecv(ops) if ops else []
@@ -114,9 +114,8 @@ def _numel(bucket: Bucket) -> int:
     return sum(piece.box.numel for piece in bucket)
 
 
-def _pack(bucket: Bucket, src: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    first = bucket[0].copy.src_shard.view(src, bucket[0].box)
-    buffer = torch.empty(_numel(bucket), dtype=dtype, device=first.device)
+def _pack(bucket: Bucket, src: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    buffer = torch.empty(_numel(bucket), dtype=dtype, device=device)
     start = 0
     for piece in bucket:
         end = start + piece.box.numel

@@ -50,6 +50,7 @@ class WeightGrads:
     def __init__(self) -> None:
         self._targets: dict[nn.Parameter, _Target] = {}
         self._kept: list[WeightWork] | None = None  # None: nothing is kept, work runs at once
+        self.runs_kept = False  # whether work of an earlier backward is being done
 
     @property
     def weights(self) -> Set[nn.Parameter]:
@@ -70,7 +71,8 @@ class WeightGrads:
         if self._kept is None:
             self._accumulate(weight, grad, x)
         else:
-            self._kept.append(WeightWork(weight, grad, x))
+            # Detached: the graph behind x, of which nothing else is needed until W, can go.
+            self._kept.append(WeightWork(weight, grad, x.detach()))
 
     @contextmanager
     def keeping(self) -> Iterator[list[WeightWork]]:
@@ -85,11 +87,15 @@ class WeightGrads:
     def run(self, kept: list[WeightWork]) -> None:
         """Do work that was kept, in its order. Each piece is let go once it is done: the list ends empty."""
         kept.reverse()
-        with torch.no_grad():
-            while kept:
-                work = kept.pop()
-                self._accumulate(work.weight, work.grad, work.x)
-                del work  # before the next product needs memory
+        self.runs_kept = True
+        try:
+            with torch.no_grad():
+                while kept:
+                    work = kept.pop()
+                    self._accumulate(work.weight, work.grad, work.x)
+                    del work  # before the next product needs memory
+        finally:
+            self.runs_kept = False
 
     def _accumulate(self, weight: nn.Parameter, grad: Tensor, x: Tensor) -> None:
         target = self._targets[weight]

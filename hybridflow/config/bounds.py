@@ -52,9 +52,10 @@ BOUNDS = (
     Bound(
         ("train.optimizer.eps", "train.critic_optimizer.eps", "train.optimizer.clip_grad_norm",
          "train.critic_optimizer.clip_grad_norm", "algorithm.value_clip", "algorithm.kl.target",
-         "reward.timeout_s", "train.timeout_s", "algorithm.clip.high", "train.loss_scale"),
+         "reward.timeout_s", "train.timeout_s", "algorithm.clip.high"),
         lambda x: 0 < x < float("inf"), "must be a finite number above 0", "choose a number above 0",
     ),
+    Bound(("train.loss_scale",), lambda x: 1 <= x <= 2.0**32, "must lie in [1, 2^32]", "choose e.g. 65536.0"),
     Bound(("algorithm.clip.low",), lambda x: 0 < x < 1, "must lie between 0 and 1", "choose e.g. 0.2"),
     Bound(("algorithm.clip.dual",), lambda x: 1 < x < float("inf"), "must be above 1", "choose e.g. 3.0"),
     Bound(("algorithm.gamma", "algorithm.lam"), lambda x: 0 <= x <= 1, "must lie in [0, 1]", "choose e.g. 1.0"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from hybridflow.bench.live_bytes import LiveBytes
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.pipeline import Events, PipelineRunner
 from hybridflow.parallel.schedules.actions import Action, Kind, Schedule
@@ -17,7 +18,6 @@ from hybridflow.parallel.schedules.training import build
 from hybridflow.parallel.schedules.updates import with_updates
 from hybridflow.parallel.world import World
 from tests.parallel.chunked_model import CPU, HIDDEN, Gradients, Ids, Stage, loss, micro_batches, whole
-from tests.parallel.live_bytes import LiveBytes
 from tests.ranks import run_ranks
 
 TOKENS = (7, 1, 5, 0, 2, 9, 4)  # of each micro-batch: ragged

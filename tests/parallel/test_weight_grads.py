@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hybridflow.bench.live_bytes import LiveBytes
 from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.weight_grads import WeightGrads, add_product, attach
 from hybridflow.parallel.world import World
-from tests.parallel.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 IN, INNER, OUT = 5, 7, 3

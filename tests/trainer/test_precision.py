@@ -47,6 +47,6 @@ def test_a_loss_scale_finds_its_place(tokenizer: Path, tmp_path: Path):
 
 
 def test_steps_that_are_never_finite_end_the_run(tokenizer: Path, tmp_path: Path):
-    keys = ("train.mixed_precision=fp16", "train.loss_scale=1e300", "train.max_nonfinite_steps=2")
+    keys = ("train.mixed_precision=fp16", "train.loss_scale=4294967296.0", "train.max_nonfinite_steps=2")
     with pytest.raises(FloatingPointError, match="3 optimizer steps in a row"):
         first_steps(World.single(torch.device("cpu")), tokenizer, tmp_path, keys, 3)
