@@ -32,7 +32,7 @@ from hybridflow.parallel.world import World
 PP = 4
 MICRO_BATCHES = (4, 7, 8, 16)
 RUNS = 3  # at most, until one is near enough to the simulator: what else the machine does can only add to a bubble
-SECONDS = 0.08  # of each of F, B and W of one stage; a chunk has its share
+SECONDS = 0.1  # of each of F, B and W of one stage; a chunk has its share
 MOST_POINTS = 3.0  # between measured and simulated bubble, in percent of the time
 ZERO_BUBBLE_SHARE = 1 / 3  # of 1F1B's bubble
 WIDTH = 8

@@ -66,8 +66,8 @@ def megatron_step(stage: PlainStage, mesh: Mesh, shape: Shape, batches: Sequence
     Raises:
         ImportError: megatron-core is not installed, or its own imports fail.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that faster kernels are not installed: none of them is on this path
+    # Its imports warn, whatever the filter, that faster kernels are missing: none of them is on this path.
+    with warnings.catch_warnings(record=True):
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
         from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
         from megatron.core.process_groups_config import ProcessGroupCollection

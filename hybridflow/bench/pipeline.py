@@ -26,10 +26,11 @@ from hybridflow.parallel.world import World
 OURS, TORCH, MEGATRON = "hybridflow", "torch", "megatron"
 SHAPES = (
     Shape("overhead", hidden=32, layers=1, tokens=16, micro_batches=32),
-    Shape("small", hidden=128, layers=2, tokens=64, micro_batches=16),
-    Shape("medium", hidden=512, layers=2, tokens=128, micro_batches=8, heads=8),
+    Shape("small", hidden=128, layers=1, tokens=64, micro_batches=16),
+    Shape("medium", hidden=256, layers=1, tokens=128, micro_batches=8, heads=4),
 )
 ROUNDS = 15
+TIMEOUT_S = 300.0  # of all rounds of one size
 TOLERANCE = 1e-6  # of the difference of two gradients to their norm: three orders of adding the same fp32 terms
 Step = Callable[[], object]
 
@@ -43,7 +44,7 @@ def main() -> int:
     rows = []
     try:
         for pp in (2, 4):
-            with LocalRanks(pp, ("torch.distributed.pipelining",)) as ranks:
+            with LocalRanks(pp, ("torch.distributed.pipelining",), TIMEOUT_S) as ranks:
                 for shape in SHAPES:
                     rows += case(ranks, shape, ROUNDS)
     except WrongGradient as error:
