@@ -66,8 +66,9 @@ def megatron_step(stage: PlainStage, mesh: Mesh, shape: Shape, batches: Sequence
     Raises:
         ImportError: megatron-core is not installed, or its own imports fail.
     """
-    # Its imports warn, whatever the filter, that faster kernels are missing: none of them is on this path.
-    with warnings.catch_warnings(record=True):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that faster kernels are not installed: none of them is on this path
+        import megatron.core.transformer.multi_token_prediction  # noqa: F401  (the schedule does, in its first step)
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
         from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
         from megatron.core.process_groups_config import ProcessGroupCollection

@@ -25,6 +25,7 @@ class Times:
     median_wall: float
     least_wall: float
     median_cpu: float
+    least_cpu: float
 
 
 def in_turns(world: World, rivals: Mapping[str, Callable[[], object]], rounds: int) -> Clocked:
@@ -48,5 +49,5 @@ def summed_up(by_rank: Sequence[Clocked]) -> dict[str, Times]:
         rounds = list(zip(*(rank[name] for rank in by_rank), strict=True))
         walls = [max(wall for wall, _ in ranks) for ranks in rounds]
         cpus = [sum(cpu for _, cpu in ranks) for ranks in rounds]
-        times[name] = Times(statistics.median(walls), min(walls), statistics.median(cpus))
+        times[name] = Times(statistics.median(walls), min(walls), statistics.median(cpus), min(cpus))
     return times
