@@ -12,6 +12,7 @@ from pathlib import Path
 from hybridflow.commands.schedule import Plan
 from hybridflow.config.batch_math import BatchMath, aligned, counted
 from hybridflow.config.layouts import Role, role_layout
+from hybridflow.parallel.schedules.actions import Schedule
 from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.schedules.draw import Clock, Panel, draw, require_picture
@@ -71,7 +72,7 @@ def report(plan: Plan, times: tuple[float, ...] | None, trace: Path | None, pict
             stage_costs = StageCosts.averaged(costs, plan.chunks)
     schedule = schedule or build(plan.kind, plan.chunks, plan.num_micro_batches)
     panels = [Panel("simulated", simulate(schedule, costs)), *panels]
-    parts = [_numbers(plan), _comparison(plan, stage_costs), _outcome(panels)]
+    parts = [_numbers(plan), _comparison(plan, stage_costs), _activations(plan, schedule), _outcome(panels)]
     if with_text:
         parts.append(schedule.to_text())
     if picture is not None:
@@ -104,7 +105,7 @@ def _title(plan: Plan) -> str:
 
 
 def _micro_batches(plan: Plan) -> str:
-    return "1 micro-batch" if plan.num_micro_batches == 1 else f"{plan.num_micro_batches} micro-batches"
+    return counted(plan.num_micro_batches, "micro-batch")
 
 
 def _comparison(plan: Plan, stage_costs: StageCosts) -> str:
@@ -129,6 +130,19 @@ def _chunks_for(kind: ScheduleKind, plan: Plan) -> Chunks | None:
     has_chunks = kind in (ScheduleKind.INTERLEAVED, ScheduleKind.ZB_V) and pp > 1
     vpp = 2 if has_chunks else 1
     return None if spec is not None and spec.num_layers < pp * vpp else kind.chunks(pp, vpp)
+
+
+def _activations(plan: Plan, schedule: Schedule) -> str:
+    """What the stages keep in bytes, where the model's shape is at hand."""
+    from hybridflow.config.shapes import spec_decoder  # these bring torch, which faults must not wait for
+    from hybridflow.models.config import ModelConfig
+    from hybridflow.trainer.activations import activation_line
+
+    model = plan.config.model
+    if model.path is not None and not (Path(model.path) / "config.json").exists():
+        return f"Activations in bytes: not known without the model's shape, and {model.path} is not here."
+    shape = spec_decoder(model.spec, vocab_size=0) if model.path is None else ModelConfig.from_hf_folder(model.path)
+    return activation_line(plan.config, plan.world_size, shape, schedule)
 
 
 def _outcome(panels: list[Panel]) -> str:

@@ -11,6 +11,7 @@ from hybridflow.config.schema import Config
 from hybridflow.data.loader import PromptLoader, TokenisedPrompt
 from hybridflow.data.records import DataSplit
 from hybridflow.parallel.world import World
+from hybridflow.trainer.activations import activation_line
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.prompts import held_out_prompts, read_records, require_same, training_prompts
 from hybridflow.trainer.rl import RLTrainer
@@ -34,6 +35,7 @@ def _run(inputs: Inputs, records: DataSplit, loader: PromptLoader, held_out: tup
         whole = Run(config, world, title, config.train.total_steps)
         whole.view.say(trainer.batch_line())
         whole.view.say(layout_table(config, world.size))
+        whole.view.say(activation_line(config, world.size, trainer.model))
         if loader.num_dropped:
             whole.view.say(f"{loader.num_dropped} of {len(records.train)} prompts are too long and were dropped.")
         whole.fit(RunParts(

@@ -99,8 +99,8 @@ class BatchMath:
         """
         if self.micro_batching.tokens is not None:
             return f"shared out by tokens (dp {self.dp}), micro-batches of at most {self.micro_batching.tokens} tokens"
-        return (f"{self.rollouts_per_replica} per replica (dp {self.dp}), {self.micro_batches} micro-batches of "
-                f"{self.micro_batching.rows}")
+        return (f"{self.rollouts_per_replica} per replica (dp {self.dp}), "
+                f"{counted(self.micro_batches, 'micro-batch')} of {self.micro_batching.rows}")
 
 
 def trained_at_once(config: Config) -> MicroBatching:
@@ -146,8 +146,8 @@ def aligned(rows: list[tuple[str, ...]]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Example: counted(1, "update") == "1 update", counted(2, "update") == "2 updates"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """Example: counted(1, "update") == "1 update", counted(2, "batch") == "2 batches"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def _row(name: str, layout: LayoutConfig, at_once: str, key: str) -> tuple[str, ...]:

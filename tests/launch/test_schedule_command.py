@@ -1,10 +1,11 @@
-"""`hybridflow schedule`: the numbers it prints, what it refuses, and that it needs no ranks, no torch, no files."""
+"""`hybridflow schedule`: the numbers it prints, what it refuses, and that it needs no ranks and no files."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridflow import cli
 from hybridflow.observe.trace import TraceCategory, TraceEvent
@@ -117,12 +118,29 @@ def test_a_wrong_option_ends_with_2(config, arguments, capsys):
     assert ended.value.code == 2 and arguments[1] in capsys.readouterr().err
 
 
-def test_it_loads_no_torch_and_needs_no_launch(config):
+def test_it_makes_no_process_group_and_needs_no_launch(config, capsys):
+    said(capsys, config)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_fault_is_told_without_torch(config):
     code = ("import sys; from hybridflow.cli import main; code = main(sys.argv[1:]); "
             "print(code, 'torch' in sys.modules)")
-    ended = subprocess.run([sys.executable, "-c", code, "schedule", config], cwd=ROOT, capture_output=True, text=True,
-                           timeout=120)
-    assert ended.stdout.endswith("0 False\n"), ended.stderr
+    ended = subprocess.run([sys.executable, "-c", code, "schedule", config, "train.layout.pp=0"], cwd=ROOT,
+                           capture_output=True, text=True, timeout=120)
+    assert ended.stdout.endswith("2 False\n"), ended.stderr
+
+
+def test_activations_are_told_in_bytes(config, capsys):
+    """A stage of 1F1B holds pp - stage micro-batches; selective recomputation makes them smaller."""
+    def peaks(text):
+        [line] = [line for line in text.splitlines() if line.startswith("Activations of the actor")]
+        return [float(word) for word in line.split("at most ")[1].split(" MiB")[0].split(", ")]
+
+    plain = peaks(said(capsys, config))
+    assert plain[0] == pytest.approx(2 * plain[2], rel=0.05) and sorted(plain, reverse=True)[:3] == plain[:3]
+    assert peaks(said(capsys, config, "train.recompute=selective"))[0] < 0.8 * plain[0]
+    assert "not known" in said(capsys, config, "model.spec=null", "model.path=missing")
 
 
 def test_the_shipped_configs_have_a_schedule(capsys):
