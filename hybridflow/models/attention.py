@@ -18,7 +18,7 @@ from hybridflow.kernels.rope import apply_rope
 from hybridflow.models.config import ModelConfig
 from hybridflow.models.layout import split_heads
 from hybridflow.models.rope import RopeTables
-from hybridflow.models.slots import from_slots, to_slots
+from hybridflow.models.slots import from_slots, index_on, to_slots
 from hybridflow.parallel.collectives import copy_to, gather_tokens
 from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from hybridflow.parallel.mesh import AxisGroup
@@ -44,10 +44,10 @@ class PackedCausal:
         self.slots: Tensor | None = None  # [tokens] places in the flattened rectangle; None where they are 0, 1, 2, ...
         if min(lengths) != self.longest:
             sizes, place = torch.tensor(lengths)[:, None], torch.arange(self.longest)
-            self.slots = (place < sizes).flatten().nonzero().squeeze(1).to(device)
+            self.slots = index_on(device, (place < sizes).flatten().nonzero().squeeze(1))
             starts = sizes.cumsum(0) - sizes
             # What each slot reads, [rows x longest].
-            self.tokens = (starts + place).clamp_(max=sum(lengths) - 1).flatten().to(device)
+            self.tokens = index_on(device, (starts + place).clamp_(max=sum(lengths) - 1).flatten())
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = causal_attention(self._to_rows(q), self._to_rows(k), self._to_rows(v))

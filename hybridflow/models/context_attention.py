@@ -18,7 +18,7 @@ from hybridflow.context import ContextCut, ContextPart
 from hybridflow.kernels.attention import causal_suffix_attention
 from hybridflow.micro_batch import MicroBatch
 from hybridflow.models.attention import Attend, PackedCausal
-from hybridflow.models.slots import from_slots
+from hybridflow.models.slots import from_slots, index_on
 from hybridflow.parallel.collectives import gather_tokens
 from hybridflow.parallel.mesh import AxisGroup
 
@@ -52,7 +52,8 @@ class ContextCausal:
         self.num_real = sum(sizes)
         self.sizes = [*sizes, num_tokens - self.num_real]
         owner, place = cut.places()
-        self.order = (owner * num_tokens + place).to(device)  # [tokens of all rows] where each lies in what is gathered
+        # [tokens of all rows] where each lies in what is gathered.
+        self.order = index_on(device, owner * num_tokens + place)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         gathered = gather_tokens(torch.cat([k, v], dim=1), self.cp)  # [size x tokens, 2 kv_heads, head_dim]

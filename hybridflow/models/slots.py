@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 
 
+def index_on(device: torch.device, index: Tensor) -> Tensor:
+    """An index made on the host, on `device`. A plain copy would have the host wait for all that the device has queued.
+    """
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
+
+
 def to_slots(x: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
     """`x[tokens]`, of which only `slots` matter: `tokens[slots]` is 0, 1, 2, ..., and the gradient elsewhere zero."""
     return _ToSlots.apply(x, tokens, slots)
