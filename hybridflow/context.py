@@ -14,6 +14,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from hybridflow.packing import round_up
+
 
 @dataclass(frozen=True)
 class ContextPart:
@@ -80,4 +82,4 @@ class ContextCut:
     def tokens_per_rank(self, multiple_of: int) -> int:
         """The same number on every rank, a multiple of `multiple_of` and at least that: the rest is padding."""
         most = max(sum(len(early) + len(late) for early, late in self.pieces(index)) for index in range(self.size))
-        return max(1, -(-most // multiple_of)) * multiple_of
+        return round_up(max(1, most), multiple_of)

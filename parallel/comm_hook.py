@@ -89,8 +89,9 @@ class Compressed:
 class DdpHook:
     """A hook written for torch's DDP, `hook(state, bucket) -> Future` of the averaged buffer, as a hook of ours.
 
-    It sees the bucket's `buffer()` and `index()`, which is what hooks that compress look at. Every rank gets all of
-    the buffer first, so shards save no traffic. Counted are the bytes before any compression.
+    It sees the bucket's `buffer()` and `index()`: enough for torch's `default_hooks`, not for PowerSGD, which asks for
+    each parameter's gradient. Every rank gets all of the buffer first, so shards save no traffic. Counted are the bytes
+    before any compression.
 
     Example: `DdpHook(default_hooks.fp16_compress_hook, mesh.data.process_group)`.
     """

@@ -112,7 +112,7 @@ class Mesh:
     """A grid together with the groups that this rank is in. Making one is a collective call over the whole world.
 
     Attributes:
-        tp, cp, dp, pp: this rank's groups along each axis; `pp.index` is its stage.
+        tp, cp, pp: this rank's groups along these axes; `pp.index` is its stage.
         data: all dp x cp ranks that hold the same weights: gradients are summed over it.
         model: all tp x pp ranks that hold one copy of the weights together.
         embedding: the first and the last stage of this pipeline; on a middle stage, or with one stage, itself alone.
@@ -128,7 +128,6 @@ class Mesh:
         self.coord = grid.coord(world.rank)
         self.tp = self._axis(lambda c: (c.cp, c.dp, c.pp))
         self.cp = self._axis(lambda c: (c.tp, c.dp, c.pp))
-        self.dp = self._axis(lambda c: (c.tp, c.cp, c.pp))
         self.pp = self._axis(lambda c: (c.tp, c.cp, c.dp))
         # Of its own even where these are the ranks of cp: keys and values must not queue behind a gradient bucket.
         self.data = self._axis(lambda c: (c.tp, c.pp), "data")

@@ -15,7 +15,7 @@ from pathlib import Path
 from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.command import Command
 from hybridflow.config.faults import require_none
-from hybridflow.config.layouts import ranks_of_replica, used_roles, written_layout
+from hybridflow.config.layouts import ranks_of_replica, token_multiple, used_roles, written_layout
 from hybridflow.config.load import read_tree, typed
 from hybridflow.config.schema import Config, SftConfig
 from hybridflow.config.validate import validate
@@ -121,7 +121,8 @@ def _most_micro_batches(config: Config, world_size: int) -> int:
     """Where a budget of tokens makes micro-batches: their number if all rows had the greatest length."""
     budget, longest = config.train.micro_batch_tokens, config.data.max_prompt_length + config.generation.max_new_tokens
     assert budget is not None
-    return ceil_div(BatchMath.of(config, world_size).rollouts_per_replica, max(1, budget // longest))
+    room = budget - budget % token_multiple(config.train.layout)  # as `packing.by_tokens` fills it
+    return ceil_div(BatchMath.of(config, world_size).rollouts_per_replica, max(1, room // longest))
 
 
 def _count(text: str) -> int:
