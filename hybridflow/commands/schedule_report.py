@@ -13,7 +13,8 @@ from hybridflow.commands.schedule import Plan
 from hybridflow.config.batch_math import BatchMath, aligned, counted
 from hybridflow.config.layouts import Role, role_layout
 from hybridflow.parallel.schedules.actions import Schedule
-from hybridflow.parallel.schedules.builders import ScheduleKind
+from hybridflow.parallel.schedules.builders import ScheduleKind, activation_bound
+from hybridflow.parallel.schedules.check import validate
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.schedules.draw import Clock, Panel, draw, require_picture
 from hybridflow.parallel.schedules.simulate import Costs, simulate
@@ -48,7 +49,7 @@ class StageCosts:
 
 def report(plan: Plan, times: tuple[float, ...] | None, trace: Path | None, picture: Path | None,
            with_text: bool) -> str:
-    """Simulate a plan and say what came of it; draw it too where `picture` is given.
+    """Prove and simulate a plan, and say what came of it; draw it too where `picture` is given.
 
     Args:
         times: of `StageCosts`, in seconds; None: those of the trace, or 1 each.
@@ -70,7 +71,9 @@ def report(plan: Plan, times: tuple[float, ...] | None, trace: Path | None, pict
         if times is None:
             costs = estimated_costs(measured)
             stage_costs = StageCosts.averaged(costs, plan.chunks)
-    schedule = schedule or build(plan.kind, plan.chunks, plan.num_micro_batches)
+    if schedule is None:
+        schedule = build(plan.kind, plan.chunks, plan.num_micro_batches)
+        validate(schedule, activation_bound(plan.kind, plan.chunks, plan.num_micro_batches))
     panels = [Panel("simulated", simulate(schedule, costs)), *panels]
     parts = [_numbers(plan), _comparison(plan, stage_costs), _activations(plan, schedule), _outcome(panels)]
     if with_text:
