@@ -40,7 +40,7 @@ class Trace:
 
     Times are those of the host. On an accelerator the host runs ahead of the device, so `settle` (see `settle_device`)
     is called at both edges of every recorded span: the lanes then show device work, and the traced step is slower
-    than the others because nothing overlaps across a span's edge.
+    than the others because no computation overlaps across a span's edge. Messages and reductions go on beside it.
     """
 
     def __init__(self, settle: Callable[[], None] | None = None) -> None:
@@ -102,7 +102,11 @@ class _Span:
 
 
 def settle_device(device: torch.device) -> Callable[[], None] | None:
-    """What waits for `device` to finish its queued work; None for the CPU, which has no queue."""
+    """What waits for `device` to finish its queued computation; None for the CPU, which has no queue.
+
+    Never for all of the device: a receive that was posted early ends when another rank sends, and that rank may be
+    waiting for what this one does next.
+    """
     if device.type == "cpu":
         return None
-    return lambda: torch.accelerator.synchronize(device)
+    return lambda: torch.accelerator.current_stream(device).synchronize()

@@ -2,8 +2,10 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hybridflow.observe.trace import Trace, TraceCategory, TraceEvent, settle_device
 from hybridflow.observe.trace_file import write_trace
@@ -69,6 +71,16 @@ def test_settles_at_both_edges():
 
 def test_the_cpu_needs_no_settling():
     assert settle_device(World.single().device) is None or World.single().device.type != "cpu"
+
+
+def test_an_accelerator_settles_its_computation_and_not_its_messages(monkeypatch):
+    """A posted receive ends when another rank sends, which may wait for this one."""
+    waited = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append("computation"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waited.append("all of the device"))
+    settle_device(torch.device("cuda", 0))()
+    assert waited == ["computation"]
 
 
 def test_file_has_a_lane_for_each_rank(tmp_path):
