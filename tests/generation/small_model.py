@@ -13,6 +13,7 @@ from hybridflow.micro_batch import MicroBatch, Sample
 from hybridflow.models.config import Family, Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.init import init_weights
+from hybridflow.models.layout import chunk_layers
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.schedules.chunks import Chunks
@@ -32,8 +33,9 @@ def make_generator(world: World | None = None, layout: Layout = ONE_PROCESS, *, 
                    dtype: torch.dtype = torch.float64, seed: int = 0, **limits: Any) -> Generator:
     world = world or World.single(torch.device("cpu"))
     mesh = Mesh(Grid.of(layout), world)
-    stage = DecoderStage(config, mesh, Head.LANGUAGE_MODEL, chunks=Chunks(), chunk_layers=(range(config.num_layers),),
-                         sequence_parallel=False, dtype=dtype)
+    chunks = Chunks(layout.pp)
+    stage = DecoderStage(config, mesh, Head.LANGUAGE_MODEL, chunks=chunks,
+                         chunk_layers=chunk_layers(config.num_layers, chunks), sequence_parallel=False, dtype=dtype)
     set_weights(stage, mesh.grid, world.rank, config, seed)
     return Generator(stage, mesh, config, GenerationLimits(**limits))
 
