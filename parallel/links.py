@@ -6,7 +6,7 @@ and knows nothing of what a message holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.parallel.mesh import Mesh
-from hybridflow.parallel.schedules.actions import Action, Schedule
-from hybridflow.parallel.schedules.messages import Link, link_of, released_sends
+from hybridflow.parallel.schedules.actions import Action
+from hybridflow.parallel.schedules.chunks import Chunks
+from hybridflow.parallel.schedules.messages import Link, link_of
 
 UNANSWERED_SENDS = 2  # on one link, where no answers come
 
@@ -43,14 +44,15 @@ class Messages:
     the stages' forward orders (`forward_only`) the message before the previous one is due before this one is made.
 
     Args:
+        released: of this schedule and stage, as `released_sends` gives it; None for forwards alone.
         shape_of: of the message of a micro-batch, by its number; the same at both ends, so nothing is negotiated.
     """
 
-    def __init__(self, schedule: Schedule, mesh: Mesh, shape_of: Callable[[int], tuple[int, ...]],
-                 dtype: torch.dtype) -> None:
-        self._chunks, self._mesh, self._shape_of, self._dtype = schedule.chunks, mesh, shape_of, dtype
-        self._answered = schedule.has_backward
-        self._released = released_sends(schedule, mesh.pp.index) if self._answered else {}
+    def __init__(self, chunks: Chunks, released: Mapping[Action, Sequence[Action]] | None, mesh: Mesh,
+                 shape_of: Callable[[int], tuple[int, ...]], dtype: torch.dtype) -> None:
+        self._chunks, self._mesh, self._shape_of, self._dtype = chunks, mesh, shape_of, dtype
+        self._answered = released is not None
+        self._released = {} if released is None else released
         self._received: dict[Action, _Transfer] = {}
         self._sent: dict[Link, dict[Action, _Transfer]] = {}
 

@@ -19,7 +19,7 @@ from hybridflow.parallel.links import Messages
 from hybridflow.parallel.mesh import Mesh
 from hybridflow.parallel.schedules.actions import RECEIVES, SENDS, Action, Kind, Schedule
 from hybridflow.parallel.schedules.chunks import Chunks
-from hybridflow.parallel.schedules.messages import receive_for, send_after
+from hybridflow.parallel.schedules.messages import receive_for, released_sends, send_after
 from hybridflow.parallel.weight_grads import WeightGrads, WeightWork
 
 
@@ -35,6 +35,8 @@ class Lane(Protocol):
 
     def span(self, name: str) -> AbstractContextManager[object]: ...
 
+
+KNOWN_SCHEDULES = 16  # kept with what was worked out for them; token budgets make many numbers of micro-batches
 
 StageModule = Callable[[Tensor, Any, int], Any]
 LossFn = Callable[[Any, Any], tuple[Tensor, dict[str, Tensor]]]
@@ -95,6 +97,7 @@ class PipelineRunner:
         self.dtype = dtype
         self.tokens_divisor = mesh.tp.size if sequence_parallel else 1
         self.weight_grads = WeightGrads() if weight_grads is None else weight_grads
+        self._programs: dict[int, _Program] = {}  # by the identity of schedules, which they keep alive
 
     def run(
         self,
@@ -122,19 +125,51 @@ class PipelineRunner:
                              f"given {len(micro_batches)} micro-batches over {self.chunks}")
         if schedule.has_backward and loss is None:
             raise ValueError("a schedule with backwards needs a loss: use forward_only for outputs alone")
-        run = _Run(self, schedule, micro_batches, loss, events)
-        for action in schedule.stages[self.mesh.pp.index]:
-            if action in run.arms:
-                events.arm(run.arms[action])
+        program = self._program(schedule)
+        run = _Run(self, program, micro_batches, loss, events)
+        for action in program.actions:
+            if action in program.arms:
+                events.arm(program.arms[action])
             with nullcontext() if trace is None else trace.span(str(action)):
                 run.do(action)
         run.finish()
         has_results = self.mesh.pp.index == self.chunks.head_stage
         return [run.results[i] for i in range(len(micro_batches))] if has_results else []
 
+    def _program(self, schedule: Schedule) -> _Program:
+        if id(schedule) not in self._programs:
+            if len(self._programs) == KNOWN_SCHEDULES:
+                self._programs.pop(next(iter(self._programs)))
+            self._programs[id(schedule)] = _Program.of(schedule, self.mesh.pp.index)
+        return self._programs[id(schedule)]
+
     def shape_of(self, micro_batch: PackedTokens) -> tuple[int, int]:
         """Of its hidden states on this rank."""
         return micro_batch.input_ids.shape[0] // self.tokens_divisor, self.hidden_size
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What a stage must know of a schedule, worked out once however often it is run.
+
+    Attributes:
+        arms: by the action that adds the last gradients, buckets to arm before it.
+        split: (micro-batch, chunk) of every W.
+        released: see `released_sends`; None for forwards alone.
+    """
+
+    schedule: Schedule
+    actions: tuple[Action, ...]
+    arms: dict[Action, tuple[int, ...]]
+    split: frozenset[tuple[int, int]]
+    released: dict[Action, tuple[Action, ...]] | None
+
+    @classmethod
+    def of(cls, schedule: Schedule, stage: int) -> _Program:
+        actions = schedule.stages[stage]
+        return cls(schedule, actions, _arms(actions),
+                   frozenset(_place(action) for action in actions if action.kind is Kind.W),
+                   released_sends(schedule, stage) if schedule.has_backward else None)
 
 
 @dataclass
@@ -153,11 +188,10 @@ class _Run:
         ready: by the computation that uses them, tensors that were made on this stage.
         to_send: by their send, tensors that were made and leave the stage.
         held, kept: by (micro-batch, chunk), what its B and its W need.
-        arms: by the action that adds the last gradients, buckets to arm before it.
     """
 
     runner: PipelineRunner
-    schedule: Schedule
+    program: _Program
     micro_batches: Sequence[PackedTokens]
     loss: LossFn | None
     events: Events
@@ -169,12 +203,9 @@ class _Run:
 
     def __post_init__(self) -> None:
         runner = self.runner
-        actions = self.schedule.stages[runner.mesh.pp.index]
-        self.learns = self.schedule.has_backward
-        self.messages = Messages(self.schedule, runner.mesh, lambda i: runner.shape_of(self.micro_batches[i]),
-                                 runner.dtype)
-        self.split = {_place(action) for action in actions if action.kind is Kind.W}
-        self.arms = _arms(actions)
+        self.learns = self.program.released is not None
+        self.messages = Messages(runner.chunks, self.program.released, runner.mesh,
+                                 lambda i: runner.shape_of(self.micro_batches[i]), runner.dtype)
 
     def do(self, action: Action) -> None:
         if action.kind is Kind.F:
@@ -215,7 +246,7 @@ class _Run:
         i, chunk = _place(action)
         grad = None if chunk == self.runner.chunks.last else self._input_of(action)
         held = self.held.pop((i, chunk))
-        if (i, chunk) in self.split:
+        if (i, chunk) in self.program.split:
             with self.runner.weight_grads.keeping() as kept:
                 torch.autograd.backward(held.root, grad)
             self.kept[i, chunk] = kept

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -30,9 +31,10 @@ from hybridflow.parallel.mesh import Mesh, everyone
 from hybridflow.parallel.offload import HostCopy
 from hybridflow.parallel.optimizer import LrSchedule, ShardedAdamW, StepInfo
 from hybridflow.parallel.optimizer_state import AdamWSettings
-from hybridflow.parallel.pipeline import Events, Lane, PipelineRunner
+from hybridflow.parallel.pipeline import KNOWN_SCHEDULES, Events, Lane, PipelineRunner
 from hybridflow.parallel.schedules.actions import Schedule
-from hybridflow.parallel.schedules.builders import forward_only
+from hybridflow.parallel.schedules.builders import ScheduleKind, activation_bound, forward_only
+from hybridflow.parallel.schedules.check import validate
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.schedules.messages import with_messages
 from hybridflow.parallel.schedules.training import build
@@ -82,7 +84,8 @@ class ForwardEngine:
         self.weight_grads = WeightGrads()
         self.runner = PipelineRunner(self._run_chunk, mesh, self.chunks, model.hidden_size, options.dtype,
                                      options.sequence_parallel, self.weight_grads)
-        self._schedules: dict[tuple[int, ...], Schedule] = {}
+        # Token budgets make many numbers of micro-batches: only so many schedules are kept.
+        self._forwards = lru_cache(KNOWN_SCHEDULES)(partial(_forwards, self.chunks))
         self._host_copy: HostCopy | None = None
 
     @property
@@ -116,10 +119,7 @@ class ForwardEngine:
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], trace: Lane | None = None) -> list[Output]:
         """The answers for each micro-batch (its own targets) on the stage with the head, [] on the others."""
-        key = (len(micro_batches),)
-        if key not in self._schedules:
-            self._schedules[key] = with_messages(forward_only(self.chunks, len(micro_batches)))
-        return self.runner.run(self._schedules[key], list(micro_batches), trace=trace)
+        return self.runner.run(self._forwards(len(micro_batches)), list(micro_batches), trace=trace)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -157,7 +157,6 @@ class TrainEngine(ForwardEngine):
     def __init__(self, model: ModelConfig, mesh: Mesh, head: Head, options: EngineOptions, *,
                  train: TrainOptions, adamw: AdamWSettings, lr: LrSchedule) -> None:
         super().__init__(model, mesh, head, options)
-        self.schedule = train.schedule
         self.grads = MainGrads(self.stage, self.stage.grad_syncs(), mesh.data, train.zero_stage,
                                chunk_of=self.stage.chunk_of, bucket_bytes=train.bucket_bytes,
                                reduce_dtype=train.reduce_dtype, hook=train.hook, weight_grads=self.weight_grads)
@@ -165,6 +164,8 @@ class TrainEngine(ForwardEngine):
         self.optimizer = ShardedAdamW(self.grads, mesh.model, adamw, lr, offload=train.offload_optimizer,
                                       loss_scale=scale, max_skips=train.max_nonfinite_steps)
         self.version = 0
+        self._schedule = lru_cache(KNOWN_SCHEDULES)(partial(
+            _training, train.schedule, self.chunks, mesh.coord.pp, self.grads.bucket_chunks))
 
     def draw(self, seed: int) -> None:
         super().draw(seed)
@@ -205,16 +206,6 @@ class TrainEngine(ForwardEngine):
         self.version += not info.skipped
         return info
 
-    def _schedule(self, num_micro_batches: int, num_reshards: int) -> Schedule:
-        """With this stage's buckets; the other stages' are theirs to know, and nobody waits for them in a schedule."""
-        key = (num_micro_batches, num_reshards)
-        if key not in self._schedules:
-            mine = self.mesh.coord.pp
-            of_stage = lambda here, other: [here if s == mine else other for s in range(self.chunks.pp)]  # noqa: E731
-            self._schedules[key] = build(self.schedule, self.chunks, num_micro_batches,
-                                         of_stage(self.grads.bucket_chunks, ()), of_stage(num_reshards, 0))
-        return self._schedules[key]
-
     def _make_host_copy(self) -> HostCopy:
         buckets = self.grads.buckets
         kept = [bucket.params for bucket in buckets] + self.optimizer.tensors()
@@ -234,3 +225,20 @@ class TrainEngine(ForwardEngine):
             for sums in terms:
                 table += torch.stack([sums[name].detach().double() for name in names])
         return dict(zip(names, all_reduce(table, everyone(self.mesh.world)).tolist(), strict=True))
+
+
+def _forwards(chunks: Chunks, num_micro_batches: int) -> Schedule:
+    return with_messages(forward_only(chunks, num_micro_batches))
+
+
+def _training(kind: ScheduleKind, chunks: Chunks, stage: int, bucket_chunks: tuple[int, ...], num_micro_batches: int,
+              num_reshards: int) -> Schedule:
+    """With the buckets of `stage`; those of other stages are theirs to know, and nobody waits for them in a schedule.
+
+    It is proved before it is run: that it computes everything once and ends, within the memory that its kind promises.
+    """
+    buckets = [bucket_chunks if other == stage else () for other in range(chunks.pp)]
+    reshards = [num_reshards if other == stage else 0 for other in range(chunks.pp)]
+    schedule = build(kind, chunks, num_micro_batches, buckets, reshards)
+    validate(schedule, activation_bound(kind, chunks, num_micro_batches), buckets)
+    return schedule
