@@ -94,12 +94,12 @@ def measure(world: World, combination: Combination, parts: Parts = OURS) -> list
 
 
 def whole(by_rank: Sequence[Mapping[Box, np.ndarray]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Canonical gradients from the boxes of all ranks; NaN where no rank has anything, or where two copies differ."""
+    """Canonical gradients from the boxes of all ranks; NaN where no rank has anything, copies differ or one is NaN."""
     found = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
     differ = {name: np.zeros(shape, dtype=bool) for name, shape in shapes.items()}
     for boxes in by_rank:
         for box, grad in boxes.items():
             place = found[box.name][box.slices]
-            differ[box.name][box.slices] |= np.abs(place - grad) > COPIES_DIFFER
+            differ[box.name][box.slices] |= (np.abs(place - grad) > COPIES_DIFFER) | np.isnan(grad)
             place[...] = grad
     return {name: np.where(differ[name], np.nan, grad) for name, grad in found.items()}

@@ -96,7 +96,7 @@ def verdict(combination: Combination, expected: Step, by_rank: Sequence[Sequence
         found = whole([step.grads for step in steps], shapes)
         for name, grad in wanted.items():
             difference = float(np.abs(found[name] - grad).max())
-            if not difference <= worst.absolute:
+            if not difference <= worst.absolute and not np.isnan(worst.absolute):  # a NaN, once there, stays
                 worst = replace(worst, absolute=difference, worst=name)
             worst = replace(worst, relative=np.maximum(worst.relative, difference / float(np.abs(grad).max())))
         worst = replace(worst, scalars=max(worst.scalars, *(_scalars_differ(step, expected) for step in steps)))

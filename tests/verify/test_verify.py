@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -60,22 +62,38 @@ def test_a_crash_is_a_row_and_the_next_combination_runs():
     assert "rank 1 of 4 raised" in "\n".join(lines)
 
 
-def step(value: float, norm: float = 1.0, loss: float = 2.0, at: tuple[int, int] = (0, 4), size: int = 8) -> Step:
-    return Step({"loss": loss}, norm, {Box("w", at[:1], at[1:]): np.full(at[1] - at[0], value)}, size)
+def step(value: float, norm: float = 1.0, loss: float = 2.0, at: tuple[int, int] = (0, 4), size: int = 8,
+         others: tuple[str, ...] = ()) -> Step:
+    """What is under test is `w`; the `others` are right."""
+    grads = {Box("w", at[:1], at[1:]): np.full(at[1] - at[0], value)}
+    return Step({"loss": loss}, norm, grads | {Box(name, (0,), (3,)): np.ones(3) for name in others}, size)
 
 
-def test_what_is_compared():
-    alone = step(1.0)
-    right = [step(1.0, at=(0, 2)), step(1.0, at=(2, 4))]
+@pytest.mark.parametrize("others", [(), ("a",), ("a", "z")], ids=str)
+def test_what_is_compared(others: tuple[str, ...]):
+    make = partial(step, others=others)
+    alone = make(1.0)
+    right = [make(1.0, at=(0, 2)), make(1.0, at=(2, 4))]
     judge = lambda *ranks: verdict(Combination(), alone, [[one, one] for one in ranks])  # noqa: E731
     assert judge(*right).right
-    assert judge(step(1.0), *right).right, "copies agree"
+    assert judge(make(1.0), *right).right, "copies agree"
     assert judge(right[0]).fault == "w", "a missing part"
-    assert judge(step(1.0 + 2e-9)).fault == "w"
-    assert judge(step(1.0), step(1.0 + 5e-10)).fault == "w", "copies differ"
-    assert judge(step(1.0, norm=1.1)).fault == judge(step(1.0, loss=np.nan)).fault == "loss sums or gradient norm"
-    assert verdict(Combination(), alone, [[alone, step(1.0, size=9)]]).fault.startswith("reduced bytes")
-    assert verdict(Combination(), alone, [[alone, step(3.0)]]).fault == "w", "the second step"
+    assert judge(make(1.0 + 2e-9)).fault == "w"
+    assert judge(make(np.nan)).fault == "w"
+    assert judge(make(np.nan), make(1.0)).fault == judge(make(1.0), make(np.nan)).fault == "w", "one copy is NaN"
+    assert judge(make(1.0), make(1.0 + 5e-10)).fault == "w", "copies differ"
+    assert judge(make(1.0, norm=1.1)).fault == judge(make(1.0, loss=np.nan)).fault == "loss sums or gradient norm"
+    assert verdict(Combination(), alone, [[alone, make(1.0, size=9)]]).fault.startswith("reduced bytes")
+    assert verdict(Combination(), alone, [[alone, make(3.0)]]).fault == "w", "the second step"
+    assert verdict(Combination(), alone, [[make(np.nan), alone]]).fault == "w", "the first step, the second is right"
+
+
+def test_a_tensor_that_no_rank_has_is_wrong_wherever_it_stands():
+    alone = step(1.0, others=("a", "z"))
+    for name in ("a", "w", "z"):
+        lacking = Step(alone.sums, alone.grad_norm, {box: g for box, g in alone.grads.items() if box.name != name}, 8)
+        found = verdict(Combination(), alone, [[lacking, lacking]])
+        assert not found.right and found.fault == name and np.isnan(found.absolute)
 
 
 def test_a_copy_that_differs_is_not_hidden_by_the_next():
