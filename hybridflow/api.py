@@ -17,6 +17,7 @@ from hybridflow.config.batch_math import BatchMath, layout_table
 from hybridflow.config.load import to_tree
 from hybridflow.config.reading import read_any
 from hybridflow.config.schema import Config
+from hybridflow.config.words import ReduceDtype
 from hybridflow.data.columns import records_of_columns
 from hybridflow.data.loader import TokenisedPrompt, tokenise_prompts
 from hybridflow.data.records import PromptRecord
@@ -24,6 +25,7 @@ from hybridflow.data.row_schema import parse_row, require_text
 from hybridflow.data.token_rows import check_ids
 from hybridflow.observe.progress import open_console
 from hybridflow.observe.run_view import RunView, ViewOptions
+from hybridflow.parallel.comm_hook import CommHook
 from hybridflow.parallel.place import launched_place
 from hybridflow.parallel.world import World
 from hybridflow.trainer.inputs import Inputs
@@ -39,17 +41,20 @@ SHORT_NAMES = {"policy_loss": "policy/surrogate_loss", "value_loss": "critic/los
 
 
 def init_trainer(config: Config | Mapping[str, Any] | str | Path, data_loader: Iterable[PromptBatch],
-                 algorithm: str | None = None) -> Trainer:
+                 algorithm: str | None = None, comm_hook: CommHook | None = None) -> Trainer:
     """A trainer on all launched ranks, or on this process alone. Collective.
 
     Args:
         config: a `Config`, a path to a YAML file, a dict in our keys, or the nested dict of `config.article`.
         data_loader: batches of prompts for `Trainer.fit`; `train_step` takes any batch.
         algorithm: "ppo" or "grpo"; None where the config names it.
+        comm_hook: how gradient buckets are reduced over replicas (`parallel.comm_hook`; `DdpHook` takes simple hooks
+            written for torch's DistributedDataParallel). None: as train.reduce_dtype says.
 
     Raises:
         ConfigError: every fault of the config, before any process group exists.
-        ValueError: what the config names (tokenizer, model folder, reward function) is not as it must be; also before.
+        ValueError: what the config names (tokenizer, model folder, reward function) is not as it must be, or a hook
+            where the config has a reduce_dtype; also before.
 
     Example:
         trainer = init_trainer(config=config, data_loader=loader, algorithm="ppo")
@@ -57,8 +62,11 @@ def init_trainer(config: Config | Mapping[str, Any] | str | Path, data_loader: I
         print(result["policy_loss"], result["value_loss"])
     """
     reading = read_any(config, launched_place(os.environ).size, algorithm)
+    if comm_hook is not None and reading.config.train.reduce_dtype is not ReduceDtype.FP32:
+        raise ValueError(f"train.reduce_dtype = {reading.config.train.reduce_dtype.value} has no effect with a "
+                         "communication hook, which decides what travels: remove one of the two")
     inputs = Inputs.read(reading.config)
-    return Trainer(World.from_env(reading.config.train.timeout_s), inputs, data_loader, reading.notes)
+    return Trainer(World.from_env(reading.config.train.timeout_s), inputs, data_loader, reading.notes, comm_hook)
 
 
 class Trainer:
@@ -69,10 +77,10 @@ class Trainer:
     """
 
     def __init__(self, world: World, inputs: Inputs, data_loader: Iterable[PromptBatch],
-                 notes: Sequence[str] = ()) -> None:
+                 notes: Sequence[str] = (), comm_hook: CommHook | None = None) -> None:
         config = inputs.config
         self.world, self.config, self.data_loader = world, config, data_loader
-        self.trainer = RLTrainer(inputs, world)
+        self.trainer = RLTrainer(inputs, world, comm_hook)
         self.view = RunView(_view_options(config), world.rank, open_console())
         self.num_steps = self.num_prompts = 0
         self.asks_for_truth = config.reward.function is None and config.model.reward_model.path is None

@@ -17,6 +17,7 @@ from hybridflow.generation.weight_layout import lay_out_for_decoding
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.weights import decoder_shard_map
+from hybridflow.observe.trace import settle_device
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.plan import TransferPlan, lower_bound_numel
 from hybridflow.parallel.schedules.chunks import Chunks
@@ -62,6 +63,8 @@ class HybridEngine:
         self.generator = Generator(self.stage, mesh, model, limits)
         self.free()
         self.last_report = ReshardReport(0.0, 0, self._lower_bound)
+        self._settle = settle_device(mesh.device)
+        self._started, self._received_before = 0.0, 0  # of the reshard under way
 
     @property
     def num_buckets(self) -> int:
@@ -80,20 +83,24 @@ class HybridEngine:
 
     def fill_bucket(self, number: int) -> None:
         """One round of a reshard. The first makes the generator's storages, after the last it can generate."""
-        started = time.perf_counter()
         if number == 0:
-            self.last_report = ReshardReport(0.0, 0, self._lower_bound)
+            self._started = self._now()
+            self._received_before = self._transfer.stats.received_bytes
             for name, param in self.stage.named_parameters():
                 param.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self.mesh.device)
         storages = {name: param.data for name, param in self.stage.named_parameters()}
-        before = self._transfer.stats.received_bytes
         self._transfer.round(number, self.train.storages, storages)
         if number == self.num_buckets - 1:
             lay_out_for_decoding(self.stage)
             self.generator.weight_version = self.train.version
-        self.last_report = ReshardReport(self.last_report.seconds + time.perf_counter() - started,
-                                         self.last_report.received_bytes
-                                         + self._transfer.stats.received_bytes - before, self._lower_bound)
+            received = self._transfer.stats.received_bytes - self._received_before
+            self.last_report = ReshardReport(self._now() - self._started, received, self._lower_bound)
+
+    def _now(self) -> float:
+        """Seconds, once the device has done what it was given."""
+        if self._settle is not None:
+            self._settle()
+        return time.perf_counter()
 
     def free(self) -> None:
         """Give the memory of the generation weights back."""

@@ -111,6 +111,7 @@ class MicroBatch:
             columns: of all targets of `samples`, whatever the part.
             cp: the part of each row to keep.
         """
+        assert all(sample.prompt for sample in samples), "the first response token is predicted from a prompt"
         index = [start + len(sample.prompt) - 1 + i
                  for start, sample in zip(_starts(samples), samples) for i in range(len(sample.response))]
         targets = [token for sample in samples for token in sample.response]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from torch import Tensor
@@ -23,11 +24,11 @@ class Box:
     def whole(cls, name: str, shape: tuple[int, ...]) -> Box:
         return cls(name, (0,) * len(shape), tuple(shape))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(hi - lo for lo, hi in zip(self.lo, self.hi))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hybridflow.parallel.buckets import SHARDED, GradSync, Slot, make_buckets
 from hybridflow.parallel.collectives import Pending, all_reduce
-from hybridflow.parallel.comm_hook import CommHook, GradBucket, hook_for
+from hybridflow.parallel.comm_hook import CommHook, GradBucket, hook_for, plain
 from hybridflow.parallel.mesh import AxisGroup
 from hybridflow.parallel.state_map import FlatLayout, FlatPlace, StateKind, storage_name
 from hybridflow.parallel.weight_grads import WeightGrads, attach
@@ -80,6 +80,8 @@ class MainGrads:
         self.reduced_bytes = 0
         self.num_reductions = 0
         self._hook = hook if hook is not None else hook_for(reduce_dtype)
+        on_cpu = self.buckets[0].params.device.type == "cpu"  # where collectives are exchanges, which hold what arrives
+        self._holds_memory = zero_stage == 2 or self._hook is not plain or on_cpu
         self._missing: dict[int, set[str]] = {}  # armed buckets in order, and their parameters without gradient yet
         self._by_linears: set[str] = set()  # names of parameters whose gradients come from `weight_grads`
         self._started: set[int] = set()
@@ -132,7 +134,8 @@ class MainGrads:
 
     def zero(self) -> None:
         """Forget all gradients."""
-        assert not self._in_flight, "gradients are forgotten after finish()"
+        while self._in_flight:  # left by a step that raised, on all ranks alike
+            self._in_flight.popleft()[1].wait()
         for bucket in self.buckets:
             bucket.clear()
         self._missing.clear()
@@ -217,8 +220,9 @@ class MainGrads:
         bucket = self.buckets[index]
         if self.data.size == 1:
             return
-        # Blocks where all ranks of the data group block: they start the same buckets in the same order.
-        self._settle(at_most=MAX_IN_FLIGHT - 1)
+        if self._holds_memory:
+            # Blocks where all ranks of the data group block: they start the same buckets in the same order.
+            self._settle(at_most=MAX_IN_FLIGHT - 1)
         pending = self._hook(GradBucket(index, bucket.grads, bucket.share, self.data, self.sharded))
         self._in_flight.append((index, pending))
         self.num_reductions += 1

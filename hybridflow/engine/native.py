@@ -110,15 +110,18 @@ class ForwardEngine:
 
     def draw(self, seed: int) -> None:
         """Fill the weights at random, the same model for every layout."""
+        self._require_turn()
         init_weights(self.storages, self.shard_map, self.mesh.world.rank, seed, self.model)
 
     def load(self, folder: str | Path, seed: int) -> None:
         """Read this rank's boxes of a Hugging Face folder; a head that it does not have is drawn from `seed`."""
+        self._require_turn()
         load_hf(folder, self.storages, self.shard_map, self.mesh.world.rank, seed)
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], trace: Lane | None = None) -> list[Output]:
         """The answers for each micro-batch (its own targets) on the stage with the head, [] on the others."""
+        self._require_turn()
         return self.runner.run(self._forwards(len(micro_batches)), list(micro_batches), trace=trace)
 
     @contextmanager
@@ -131,13 +134,21 @@ class ForwardEngine:
         try:
             yield
         finally:
-            self._host_copy.to_host()
+            self.end_turn()
 
     def end_turn(self) -> None:
         """Wait on the host until the next turn, where `options.offload` says so."""
-        if self.options.offload:
+        if not self.options.offload:
+            return
+        if self._host_copy is None:
             self._host_copy = self._make_host_copy()
+        if not self._host_copy.on_host:
             self._host_copy.to_host()
+
+    def _require_turn(self) -> None:
+        """What is done outside of a turn would read memory that is not there."""
+        if self._host_copy is not None and self._host_copy.on_host:
+            raise RuntimeError("this engine waits on the host: use it inside `with engine.on_device():`")
 
     def _make_host_copy(self) -> HostCopy:
         return HostCopy(self.storages.values())
@@ -186,6 +197,7 @@ class TrainEngine(ForwardEngine):
             skip: nothing is to be learned from this batch: take no step, but count it.
             reshard: takes the weights after the step; None if nobody wants them yet.
         """
+        self._require_turn()
         steps: list[StepInfo] = []
         scale = self.optimizer.scale
 

@@ -27,6 +27,7 @@ from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.hf_import import load_hf
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.observe.trace import Lane, Trace, TraceCategory
+from hybridflow.parallel.comm_hook import CommHook
 from hybridflow.parallel.mesh import Mesh
 from hybridflow.parallel.optimizer import Decay, LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings
@@ -45,6 +46,7 @@ class Builder:
     inputs: Inputs
     world: World
     trace: Trace
+    comm_hook: CommHook | None = None
 
     @property
     def config(self) -> Config:
@@ -141,8 +143,8 @@ class Builder:
         lr = LrSchedule(optimizer.lr, optimizer.warmup_steps, updates, Decay(optimizer.decay.value), optimizer.min_lr)
         layout = role_layout(self.config, role, self.world.size)
         options = engine_options(self.config, layout, self.dtype, temperature)
-        engine = TrainEngine(model, self._mesh(layout), head, options, train=train_options(self.config), adamw=adamw,
-                             lr=lr)
+        engine = TrainEngine(model, self._mesh(layout), head, options, adamw=adamw, lr=lr,
+                             train=train_options(self.config, self.comm_hook))
         self._start(engine, path)
         return TrainedRole(engine, scored_at_once(self.config), trained_at_once(self.config), self.reduction(),
                            self._lane)

@@ -221,6 +221,7 @@ def _mean_metrics(updates: Sequence[Update], names: dict[str, str], role: str) -
         if told:
             metrics[shown] = sum(told) / len(told)
     steps = [update.step for update in updates]
-    metrics[f"{role}/grad_norm"] = sum(step.grad_norm for step in steps) / len(steps)
+    taken = [step for step in steps if not step.skipped] or steps
+    metrics[f"{role}/grad_norm"] = sum(step.grad_norm for step in taken) / len(taken)
     metrics[f"{role}/lr"] = steps[-1].lr
     return metrics

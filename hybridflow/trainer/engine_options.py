@@ -12,6 +12,7 @@ from hybridflow.config.schema import Config
 from hybridflow.config.words import MixedPrecision, ReduceDtype
 from hybridflow.engine.options import EngineOptions, TrainOptions
 from hybridflow.models.recompute import Recompute
+from hybridflow.parallel.comm_hook import CommHook
 from hybridflow.parallel.mesh import Grid, Layout
 from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.schedules.chunks import Chunks
@@ -43,12 +44,12 @@ def engine_options(config: Config, layout: LayoutConfig, dtype: torch.dtype, tem
                          config.train.offload.roles)
 
 
-def train_options(config: Config) -> TrainOptions:
-    """How actor and critic are trained."""
+def train_options(config: Config, comm_hook: CommHook | None = None) -> TrainOptions:
+    """How actor and critic are trained; `comm_hook` None reduces as train.reduce_dtype says."""
     train = config.train
     return TrainOptions(
         ScheduleKind(train.schedule.value), zero_stage=train.zero_stage, bucket_bytes=train.reduce_bucket_mb * MIB,
-        reduce_dtype=WIRE_DTYPES[train.reduce_dtype], offload_optimizer=train.offload.optimizer,
+        reduce_dtype=WIRE_DTYPES[train.reduce_dtype], hook=comm_hook, offload_optimizer=train.offload.optimizer,
         loss_scale=train.loss_scale, loss_scale_window=train.loss_scale_window,
         max_nonfinite_steps=train.max_nonfinite_steps,
     )

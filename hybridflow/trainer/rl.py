@@ -14,6 +14,7 @@ from hybridflow.exchange import share_json
 from hybridflow.observe.phases import PhaseTimer
 from hybridflow.observe.samples import RolloutSample
 from hybridflow.observe.trace import Trace, TraceCategory, settle_device
+from hybridflow.parallel.comm_hook import CommHook
 from hybridflow.parallel.world import World
 from hybridflow.trainer.build import Builder, rl_updates
 from hybridflow.trainer.dataflow import Dataflow, Metrics, Roles, StepPlan
@@ -33,14 +34,16 @@ class RLTrainer:
         trace: records one step when it is started.
     """
 
-    def __init__(self, inputs: Inputs, world: World) -> None:
-        """Raises ValueError where a model's folder does not hold what its config says."""
+    def __init__(self, inputs: Inputs, world: World, comm_hook: CommHook | None = None) -> None:
+        """`comm_hook` reduces gradients; None leaves it to the config. Raises ValueError where a model's folder does
+        not hold what its config says.
+        """
         self.inputs, self.world = inputs, world
         self.config, self.tokenizer, self.model = inputs.config, inputs.tokenizer, inputs.model
         settle = settle_device(world.device)
         self.trace = Trace(settle)
         self.timer = PhaseTimer(self.trace, settle)
-        builder = Builder(inputs, world, self.trace)
+        builder = Builder(inputs, world, self.trace, comm_hook)
         self.sampling = builder.sampling()
         self.roles = self._make_roles(builder)
         self.dataflow = Dataflow(self.roles, builder.advantages(), builder.actor_objective(),

@@ -6,6 +6,7 @@ Owns who generates which rows and who keeps them. It never scores and never trai
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,7 @@ class Sampler:
     def __init__(self, hybrid: HybridEngine, seed: int, timer: PhaseTimer, lane: Lane) -> None:
         """`lane` gets a span for each reshard."""
         self.hybrid, self.seed, self.timer, self.lane = hybrid, seed, timer, lane
+        self._timed = ExitStack()  # the phase and the span of a reshard under way
 
     @property
     def world(self) -> World:
@@ -78,9 +80,15 @@ class Sampler:
         return self.hybrid.num_buckets
 
     def fill_bucket(self, number: int) -> None:
-        """One round of a reshard: what the RESHARD actions of the actor's schedule do."""
-        with self.timer.phase(Phase.RESHARD), self.lane.span("reshard"):
-            self.hybrid.fill_bucket(number)
+        """One round of a reshard: what the RESHARD actions of the actor's schedule do. The reshard is timed as a whole,
+        since each edge of a phase waits for the device.
+        """
+        if number == 0:
+            self._timed.enter_context(self.timer.phase(Phase.RESHARD))
+            self._timed.enter_context(self.lane.span("reshard"))
+        self.hybrid.fill_bucket(number)
+        if number == self.num_buckets - 1:
+            self._timed.close()
 
     def reshard_metrics(self) -> dict[str, float]:
         """What the last reshard cost: bytes of all ranks, seconds of the slowest. Collective."""
