@@ -28,6 +28,7 @@ EPILOGUE = """\
 a schedule in numbers:    python -m hybridflow schedule configs/ppo_7b.yaml
 draw another one:         ... --draw out.svg train.schedule=zb-h1 train.layout.pp=4
 with measured costs:      ... --costs 10,10,8 --micro-batches 16
+and a link of 25 GB/s:    ... --costs 10,10,8,0.02,25
 beside a traced run:      python -m hybridflow schedule runs/x/config.yaml --trace runs/x/trace.json --draw out.png
 """
 EXIT_FAULT = 2
@@ -41,14 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", action="store_true", help="print the schedule, a line for each stage")
     parser.add_argument("--world", type=_count, metavar="N",
                         help="ranks of the run; else as few as the layouts need (dp 1 where it is null)")
-    parser.add_argument("--micro-batches", type=_count, metavar="M",
-                        help="micro-batches of one replica in one update; else as the config has it")
-    parser.add_argument("--costs", type=_costs, metavar="F,B,W[,MESSAGE]",
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--micro-batches", type=_count, metavar="M",
+                      help="micro-batches of one replica in one update; else as the config has it")
+    size.add_argument("--trace", type=Path, metavar="FILE",
+                      help="trace.json of a run of this config: draws the actor's update with the most micro-batches\n"
+                           "(the last of them) below the simulated one, which takes its costs, the ranks and the\n"
+                           "number of micro-batches from there; its costs not if --costs are given")
+    parser.add_argument("--costs", type=_costs, metavar="F,B,W[,LATENCY[,GB/s]]",
                         help="milliseconds that one micro-batch takes in a stage: forward, backward, gradients of\n"
-                             "matrices; and that one message takes on a link. Without it F, B and W count 1 each")
-    parser.add_argument("--trace", type=Path, metavar="FILE",
-                        help="trace.json of a run of this config: draws its last update below the simulated one,\n"
-                             "which takes its costs from there unless --costs are given")
+                             "matrices; milliseconds that any message takes on a link, and what the link carries,\n"
+                             "which adds the time of a message's bytes. Without it F, B and W count 1 each")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,12 +69,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
+class GivenCosts:
+    """What --costs says. Example: `GivenCosts(0.010, 0.010, 0.008, latency=2e-5, bytes_per_second=25e9)`.
+
+    Attributes:
+        forward, backward, weight: seconds that one micro-batch takes in a whole stage.
+        latency: seconds that any message takes on a link.
+        bytes_per_second: what a link carries; inf: the bytes of a message take no time.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    latency: float = 0.0
+    bytes_per_second: float = inf
+
+
+@dataclass(frozen=True)
 class Plan:
     """What is to be simulated. Example: `Plan.of(arguments).schedule.num_micro_batches == 8`.
 
     Attributes:
         num_micro_batches: of one replica in one update.
         at_most: whether their number was worked out from the longest rows, and may be lower.
+        world_given: whether the number of ranks was given, by --world or train.layout.dp; else it is the least.
     """
 
     config: Config
@@ -79,6 +101,7 @@ class Plan:
     chunks: Chunks
     num_micro_batches: int
     at_most: bool
+    world_given: bool = False
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Plan:
@@ -92,7 +115,8 @@ class Plan:
         exact = BatchMath.of(config, world_size).micro_batches if arguments.micro_batches is None \
             else arguments.micro_batches
         return cls(config, world_size, kind, kind.chunks(layout.pp, layout.vpp),
-                   exact or _most_micro_batches(config, world_size), exact is None)
+                   exact or _most_micro_batches(config, world_size), exact is None,
+                   arguments.world is not None or layout.dp is not None)
 
 
 def _checked(arguments: argparse.Namespace) -> tuple[Config, int]:
@@ -131,12 +155,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _costs(text: str) -> tuple[float, ...]:
-    """Milliseconds as seconds."""
+def _costs(text: str) -> GivenCosts:
+    """Milliseconds as seconds, gigabytes as bytes."""
     try:
-        values = tuple(float(word) / 1e3 for word in text.split(","))
+        values = [float(word) for word in text.split(",")]
     except ValueError:
-        values = ()
-    if len(values) not in (3, 4) or not all(0 <= value < inf for value in values) or not sum(values[:3]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not three or four times in milliseconds, such as 10,10,8,0.1")
-    return values
+        values = []
+    *times, rate = values if len(values) == 5 else (*values, inf)
+    if len(times) not in (3, 4) or not all(0 <= value < inf for value in times) or not sum(times[:3]) or not rate > 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not three or four times in milliseconds and perhaps the GB/s of a link, such as 10,10,8 or "
+            "10,10,8,0.02,25")
+    return GivenCosts(*(value / 1e3 for value in times), bytes_per_second=1e9 * rate)

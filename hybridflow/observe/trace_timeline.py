@@ -9,51 +9,67 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridflow.observe.phases import Phase
 from hybridflow.observe.trace import TraceCategory
+from hybridflow.parallel.mesh import Layout
 from hybridflow.parallel.schedules.actions import STEP, Action, Kind, Schedule
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.schedules.simulate import Costs
 from hybridflow.parallel.schedules.timeline import Span, Timeline
 
 Row = dict[str, Any]
+AXES = ("tp", "cp", "dp", "pp")
 
 
 @dataclass(frozen=True)
 class MeasuredUpdate:
-    """One optimizer step of the actor: what each stage did, in its order, and when, in seconds."""
+    """One optimizer step of the actor: what each stage did, in its order, and when, in seconds.
+
+    Attributes:
+        layout: the actor's, as the trace names its ranks.
+        place: which optimizer step of the trace it is, from 0, of `num_updates`.
+    """
 
     schedule: Schedule
     timeline: Timeline
+    layout: Layout
+    place: int
+    num_updates: int
 
 
-def read_update(path: Path, chunks: Chunks) -> MeasuredUpdate:
+def read_update(path: Path, chunks: Chunks, tp: int = 1, cp: int = 1, dp: int | None = None) -> MeasuredUpdate:
     """The last of the fullest optimizer steps of the actor in a trace, as its first replica's stages ran it.
 
     A traced F or B begins when the stage turns to it, and may wait for its message first. What it needs is made by a
     span of another stage, so that part is told apart and taken off: here an action begins when its input has been
-    made. (The message's own time stays in.) Likewise STEP begins when all stages have come to it.
+    made. (The message's own time stays in.) Likewise STEP begins when all stages have come to it. REDUCEs are left out
+    where a stage's gradients are on one rank alone, so that nothing is reduced.
 
     Args:
         chunks: what lies on which stage in the traced run.
+        tp, cp, dp: the other degrees that the run must have had; dp None: any.
     Raises:
         ValueError: the file is no such trace, or of a run with another layout.
     """
-    lanes = _stage_lanes(_rows(path), path)
-    if len(lanes) != chunks.pp:
-        raise ValueError(f"{path} is of a run with {len(lanes)} pipeline stages, not {chunks.pp}; "
-                         "give the config of that run")
+    rows = _rows(path)
+    places = _places(rows, path)
+    layout = _layout(places.values())
+    _require_degrees(path, layout, {"tp": tp, "cp": cp, "dp": layout.dp if dp is None else dp, "pp": chunks.pp})
+    lanes = _stage_lanes(rows, places)
     updates = [_updates(lane) for lane in lanes]
     if not updates[0] or len({len(each) for each in updates}) > 1:
         raise ValueError(f"{path} has no whole optimizer step of the actor in it")
     most = max(len(update) for update in updates[0])
     chosen = max(place for place, update in enumerate(updates[0]) if len(update) == most)
-    return _measured(path, [each[chosen] for each in updates], chunks)
+    left_out = Kind.REDUCE.value if layout.dp * layout.cp == 1 else None
+    kept = [[row for row in each[chosen] if _kind(row) != left_out] for each in updates]
+    schedule, timeline = _measured(path, kept, chunks)
+    return MeasuredUpdate(schedule, timeline, layout, chosen, len(updates[0]))
 
 
 def estimated_costs(measured: MeasuredUpdate) -> Costs:
@@ -86,14 +102,40 @@ def _rows(path: Path) -> list[Row]:
     return rows
 
 
-def _stage_lanes(rows: Sequence[Row], path: Path) -> list[list[Row]]:
+def _places(rows: Sequence[Row], path: Path) -> dict[int, dict[str, int]]:
+    """Where each rank stands on each axis, in the order of the ranks."""
+    places = {}
+    for row in sorted((row for row in rows if row["name"] == "process_name"), key=lambda row: row["pid"]):
+        name = row["args"]["name"]
+        place = {axis: int(index) for axis, index in re.findall(r"\b([a-z]+) (\d+)", name) if axis in AXES}
+        if len(place) < len(AXES):
+            raise ValueError(f"{path}: {name!r} does not say where the rank stands on {', '.join(AXES)}")
+        places[row["pid"]] = place
+    if not places:
+        raise ValueError(f"{path}: is no trace that a run wrote")
+    return places
+
+
+def _layout(places: Collection[dict[str, int]]) -> Layout:
+    """Of a trace that has all ranks of its run, which write_trace sees to."""
+    highest = {axis: max(place[axis] for place in places) for axis in AXES}
+    return Layout(**{axis: index + 1 for axis, index in highest.items()})
+
+
+def _require_degrees(path: Path, traced: Layout, wanted: dict[str, int]) -> None:
+    """`wanted`: the config's, by axis."""
+    found = {"tp": traced.tp, "cp": traced.cp, "dp": traced.dp, "pp": traced.pp}
+    if found != wanted:
+        differ = [axis for axis in AXES if found[axis] != wanted[axis]]
+        has, needs = (", ".join(f"{axis} {degrees[axis]}" for axis in differ) for degrees in (found, wanted))
+        raise ValueError(f"{path} is of a run with {has}, and train.layout has {needs}: give the config of that run")
+
+
+def _stage_lanes(rows: Sequence[Row], places: dict[int, dict[str, int]]) -> list[list[Row]]:
     """The spans of one rank of each stage: the first, which is of the first replica."""
     ranks: dict[int, int] = {}  # stage -> rank
-    for row in sorted((row for row in rows if row["name"] == "process_name"), key=lambda row: row["pid"]):
-        place = re.search(r"\bpp (\d+)", row["args"]["name"])
-        if place is None:
-            raise ValueError(f"{path}: {row['args']['name']!r} does not say which pipeline stage it is")
-        ranks.setdefault(int(place[1]), row["pid"])
+    for rank, place in places.items():
+        ranks.setdefault(place["pp"], rank)
     return [[row for row in rows if row["pid"] == rank and row["ph"] == "X"] for _, rank in sorted(ranks.items())]
 
 
@@ -106,7 +148,7 @@ def _updates(lane: Sequence[Row]) -> list[list[Row]]:
     for row in sorted((row for row in lane if row["cat"] == TraceCategory.PIPELINE.value), key=lambda row: row["ts"]):
         if not any(start <= row["ts"] <= end for start, end in windows):
             continue
-        if ended and not row["name"].startswith(Kind.RESHARD.value):
+        if ended and _kind(row) != Kind.RESHARD.value:
             updates.append([])
             ended = False
         if updates:
@@ -115,7 +157,12 @@ def _updates(lane: Sequence[Row]) -> list[list[Row]]:
     return [update for update in updates if any(row["name"] == Kind.STEP.value for row in update)]
 
 
-def _measured(path: Path, lanes: Sequence[Sequence[Row]], chunks: Chunks) -> MeasuredUpdate:
+def _kind(row: Row) -> str:
+    """The value of the kind of a pipeline span, whose name is an action: "REDUCE" of "REDUCE3"."""
+    return row["name"].partition(".")[0].rstrip("0123456789")
+
+
+def _measured(path: Path, lanes: Sequence[Sequence[Row]], chunks: Chunks) -> tuple[Schedule, Timeline]:
     text = "\n".join(f"stage {stage}: " + " ".join(row["name"] for row in lane) for stage, lane in enumerate(lanes))
     try:
         schedule = Schedule.from_text(text, chunks)
@@ -127,7 +174,7 @@ def _measured(path: Path, lanes: Sequence[Sequence[Row]], chunks: Chunks) -> Mea
                              "give the config of that run")
     spans = [[Span(action, row["ts"] / 1e6, (row["ts"] + row["dur"]) / 1e6) for action, row in zip(actions, lane)]
              for actions, lane in zip(schedule.stages, lanes)]
-    return MeasuredUpdate(schedule, _without_waits(spans))
+    return schedule, _without_waits(spans)
 
 
 def _without_waits(stages: Sequence[Sequence[Span]]) -> Timeline:

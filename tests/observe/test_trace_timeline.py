@@ -7,6 +7,7 @@ import pytest
 from hybridflow.observe.trace import TraceCategory, TraceEvent
 from hybridflow.observe.trace_file import write_trace
 from hybridflow.observe.trace_timeline import estimated_costs, read_update
+from hybridflow.parallel.mesh import Layout
 from hybridflow.parallel.schedules.actions import COMPUTE, Kind
 from hybridflow.parallel.schedules.builders import ScheduleKind, forward_only
 from hybridflow.parallel.schedules.chunks import Chunks
@@ -32,11 +33,14 @@ def traced(timeline, schedule, start_s):
     return lanes
 
 
-def whole_trace(path, schedule, numbers=(4, 4, 2), pp=2):
-    """Two replicas; a scoring run, then an update of each of these numbers of micro-batches, the second one slower."""
+def whole_trace(path, schedule, numbers=(4, 4, 2), pp=2, beside=lambda rank: f"cp 0, dp {rank}"):
+    """Two replicas; a scoring run, then an update of each of these numbers of micro-batches, the second one slower.
+
+    `beside` names the two ranks of a stage.
+    """
     events = {rank: [] for rank in range(2 * pp)}
     scored = with_messages(forward_only(schedule(1).chunks, 4))
-    labels = {rank: f"tp 0, dp {rank % 2}, pp {rank // 2}" for rank in events}
+    labels = {rank: f"tp 0, {beside(rank % 2)}, pp {rank // 2}" for rank in events}
     runs = [(scored, Costs(0.5), 0.0)]
     runs += [(schedule(m), COSTS if i == 0 else SLOWER, 10.0 * (i + 1)) for i, m in enumerate(numbers)]
     for made, costs, start in runs:
@@ -68,6 +72,24 @@ def test_a_step_is_read_as_it_was_simulated_without_the_waits_within_spans(tmp_p
         assert [span.start - measured.timeline.start for span in got] == pytest.approx([s.start for s in own], abs=1e-6)
         assert [span.duration for span in got] == pytest.approx([span.duration for span in own], abs=1e-6)
     assert measured.timeline.bubble_fraction == pytest.approx(expected.bubble_fraction, abs=1e-4)
+    assert (measured.place, measured.num_updates) == (1, 3)  # the last of the fullest
+    assert measured.layout == Layout(dp=2, pp=2)
+
+
+def test_reduces_are_left_out_where_gradients_are_on_one_rank(tmp_path):
+    kind, path = ScheduleKind.ONE_F_ONE_B, tmp_path / "trace.json"
+
+    def kinds(beside):
+        whole_trace(path, lambda m: build(kind, kind.chunks(2, 1), m, buckets=((0,), (1, 1))), beside=beside)
+        tp = 2 if "tp" in beside(1) else 1
+        measured = read_update(path, kind.chunks(2, 1), tp, 2 if "cp 1" in beside(1) else 1)
+        assert [span.action for span in measured.timeline.stages[1]] == list(measured.schedule.stages[1])
+        return [action.kind for action in measured.schedule.stages[1]]
+
+    assert kinds(lambda rank: f"cp 0, dp {rank}").count(Kind.REDUCE) == 2
+    assert kinds(lambda rank: f"cp {rank}, dp 0").count(Kind.REDUCE) == 2
+    alone = kinds(lambda rank: f"cp 0, dp 0, tp {rank}")
+    assert Kind.REDUCE not in alone and alone[-1] is Kind.STEP
 
 
 def test_costs_are_the_medians_of_what_was_measured(tmp_path):
@@ -90,10 +112,19 @@ def test_what_is_no_trace_of_this_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is no trace that a run wrote"):
         read_update(path, Chunks(2))
     whole_trace(path, schedule_of())
-    with pytest.raises(ValueError, match="a run with 2 pipeline stages, not 3"):
+    with pytest.raises(ValueError, match="of a run with pp 2, and train.layout has pp 3: give the config of that run"):
         read_update(path, Chunks(3))
+    with pytest.raises(ValueError, match="a run with tp 1, cp 1, dp 2, and train.layout has tp 2, cp 3, dp 4: give"):
+        read_update(path, Chunks(2), tp=2, cp=3, dp=4)
     with pytest.raises(ValueError, match=r"stage 0 did not run the chunks \(0, 2\) of this config"):
         read_update(path, Chunks(2, 2))
+
+
+def test_a_lane_that_does_not_say_where_its_rank_stands_is_refused(tmp_path):
+    path = tmp_path / "trace.json"
+    whole_trace(path, schedule_of(), beside=lambda rank: f"dp {rank}")
+    with pytest.raises(ValueError, match=r"'rank 0 \(tp 0, dp 0, pp 0\)' does not say where .* on tp, cp, dp, pp"):
+        read_update(path, Chunks(2))
 
 
 def test_a_trace_without_an_update_is_refused(tmp_path):
