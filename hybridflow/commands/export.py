@@ -27,7 +27,8 @@ from hybridflow.trainer.inputs import require_weights
 def prepare(config: Config) -> Job:
     """Read the model's shape and the names of its tensors.
 
-    The job then copies model.path, read at train.layout, to logging.dir/export.
+    The job then copies model.path to logging.dir/export, read at train.layout; one process reads it whole, unless an
+    override gives a layout (`config.check`).
 
     The tensors keep their dtype, unless train.mixed_precision is bf16, fp16 or fp64.
 
@@ -52,4 +53,4 @@ def _run(config: Config, model: ModelConfig) -> None:
         export_hf(folder, model, engine.shard_map, engine.storages, world, tokenizer_files(config.model.path),
                   dtype=wanted)
         if world.rank == 0:
-            print(f"Exported {config.model.path} to {folder}")
+            print(f"Exported {config.model.path} to {folder}, read at tp {written.tp} x pp {written.pp}")

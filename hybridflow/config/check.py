@@ -5,7 +5,7 @@ Owns the order of the checks and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault, require_none
@@ -25,8 +25,11 @@ def checked_config(source: Source, overrides: Sequence[str], world_size: int, co
             of a config that has none of these, layouts in which the models cannot be cut.
     """
     tree, faults = read_tree(source, overrides)
+    named = read_tree({}, overrides)[0]
     if command in (Command.GENERATE, Command.EXPORT):
-        faults += _overridden(overrides, unread_keys(typed(tree)[0], command))
+        faults += _overridden(named, unread_keys(typed(tree)[0], command))
+    if command is Command.EXPORT and world_size == 1 and not _names("train.layout", named):
+        _drop_layout(tree)
     return checked_tree(source_name(source), tree, faults, world_size, command)
 
 
@@ -44,12 +47,23 @@ def checked_tree(name: str, tree: Tree, faults: list[Fault], world_size: int, co
     return config
 
 
-def _overridden(overrides: Sequence[str], faults: Iterable[Fault]) -> list[Fault]:
-    """The faults of keys that an override names, by itself or within a block."""
-    named = [override.partition("=")[0].strip() for override in overrides]
-    return [fault for fault in faults
-            if any(fault.key == key or fault.key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{fault.key}.")
-                   for key in named)]
+def _overridden(named: Tree, faults: Iterable[Fault]) -> list[Fault]:
+    """The faults of keys that the overrides name, by themselves or within a block."""
+    return [fault for fault in faults if _names(fault.key, named)]
+
+
+def _names(key: str, tree: object) -> bool:
+    """Whether a tree has a dotted key, or a value in the place of a block around it."""
+    name, _, inner = key.partition(".")
+    if not isinstance(tree, Mapping):
+        return True
+    return name in tree and (not inner or _names(inner, tree[name]))
+
+
+def _drop_layout(tree: Tree) -> None:
+    """One process exports a model whole, whatever ranks its training was cut over."""
+    if isinstance(train := tree.get("train"), dict):
+        train.pop("layout", None)
 
 
 def require_valid(name: str, config: Config, world_size: int, command: Command) -> None:

@@ -22,10 +22,13 @@ def layout_faults(config: Config, world_size: int, command: Command) -> Iterator
     """A fault for each layout that `command` uses and that this world or the model's layers cannot be cut in."""
     used = () if command is Command.GENERATE else used_roles(config, command)  # it has the generation layout alone
     written = {layout_key(config, role): written_layout(config, role) for role in used}
+    spec = config.model.spec if config.model.path is None else None  # an export's file may have its run's start
     for key, layout in written.items():
-        yield from _layout(key, layout, world_size, config.model.spec)
+        yield from _layout(key, layout, world_size, spec)
     if command is not Command.GENERATE:
         yield from _chunks(config, command)
+    if command is Command.EXPORT:  # it generates nothing
+        return
     tp = config.generation.layout.tp
     if tp < 1 or world_size % tp:
         yield Fault("generation.layout.tp", tp, f"world size {world_size} cannot be cut in tp {tp}",

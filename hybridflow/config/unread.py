@@ -23,6 +23,10 @@ def _never_evaluated(config: Config) -> bool:
     return config.evaluation.every_steps is None
 
 
+def _starts_from_a_folder(config: Config) -> bool:
+    return config.model.path is not None
+
+
 def _judged_otherwise(config: Config) -> bool:
     """The scorers of the tasks are not asked."""
     return config.reward.function is not None or config.model.reward_model.path is not None
@@ -40,6 +44,8 @@ TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient
             "algorithm.loss_reduction", "algorithm.constant_length", "model.reward_model", "reward",
             "generation.reshard_bucket_mb", "logging.wandb", "logging.tensorboard", "logging.samples",
             "logging.progress", "logging.trace_step", "evaluation.every_steps", "checkpoint", "sft")
+NO_SPEC = Idle(_starts_from_a_folder, ("model.spec",), "has no effect where model.path is given",
+               "remove one of the two")
 UNREAD: dict[Command, tuple[Idle, ...]] = {
     Command.TRAIN: (Idle(_always, ("sft",), "has no effect in train", "remove it"),),
     Command.SFT: (
@@ -64,10 +70,12 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
     ),
     Command.GENERATE: (
         Idle(_always, (*LEARNING, *TRAINING, "train.layout", "data.shuffle"), "has no effect in generate", "remove it"),
+        NO_SPEC,
     ),
     Command.EXPORT: (
         Idle(_always, (*LEARNING, *TRAINING, "train.layout.sequence_parallel", "generation", "data",
                        "evaluation.prompts"), "has no effect in export", "remove it"),
+        NO_SPEC,
     ),
 }
 

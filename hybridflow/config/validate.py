@@ -46,18 +46,18 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
 
 
 def _models(config: Config, command: Command) -> Iterator[Fault]:
-    model = config.model
+    model, asked = config.model, command in (Command.EXPORT, Command.GENERATE)
     if model.path is None and model.spec is None:
         yield Fault("model.path", None, "no model is named",
                     "give a Hugging Face folder here, or the shape of a new model in model.spec")
-    if model.path is not None and model.spec is not None:
+    if model.path is not None and model.spec is not None and not asked:  # there it may have been the run's own start
         yield Fault("model.spec", "{...}", "has no effect where model.path is given", "remove one of the two")
     if model.path is None and model.tokenizer is None and command is not Command.EXPORT:
         yield Fault("model.tokenizer", None, "a new model brings no tokenizer",
                     "give a sentencepiece .model file or a Hugging Face folder")
-    if command in (Command.EXPORT, Command.GENERATE) and model.path is None:
+    if asked and model.path is None:
         yield Fault("model.path", None, f"there is nothing to {command.value}", "give the folder of a trained model")
-    if model.spec is not None:
+    if model.spec is not None and not (asked and model.path is not None):
         yield from _spec(model.spec)
 
 

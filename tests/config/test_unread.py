@@ -82,6 +82,35 @@ def test_a_training_runs_file_serves_other_commands_but_their_overrides_must_cou
     assert [fault.key for fault in caught.value.faults] == ["algorithm.gamma", "train.optimizer.lr"]
 
 
+@pytest.mark.parametrize("command", [Command.GENERATE, Command.EXPORT])
+def test_the_file_of_a_run_from_random_weights_serves_other_commands(tmp_path, command):
+    path = tmp_path / "run.yaml"
+    path.write_text(to_yaml(config(
+        "train.layout={tp: 2, pp: 2, vpp: 2}", "train.schedule=interleaved", "generation.layout.tp=2",
+        "model.spec.max_position_embeddings=320", f"model.tokenizer={__file__}")))
+    trained = f"model.path={write_model(tmp_path / 'export')}"
+    alone = "generation.layout.tp=1" if command is Command.GENERATE else "logging.dir=x"
+    assert checked_config(path, [trained, alone], 1, command).model.spec.max_position_embeddings == 320
+    assert checked_config(path, [f"model={{path: {tmp_path / 'export'}}}", alone], 1, command)
+    for spec in ("model.spec.hidden_size=64", "model={spec: {hidden_size: 64}}"):
+        with pytest.raises(ConfigError) as caught:
+            checked_config(path, [trained, alone, spec], 1, command)
+        assert [str(fault) for fault in caught.value.faults] == [
+            "model.spec = {...}: has no effect where model.path is given; remove one of the two"]
+
+
+def test_one_process_exports_whole_unless_an_override_gives_a_layout(tmp_path):
+    file = {"model": {"path": write_model(tmp_path / "model", num_hidden_layers=4)},
+            "train": {"layout": {"tp": 2, "pp": 2}}}
+    alone = checked_config(file, [], 1, Command.EXPORT).train.layout
+    assert (alone.tp, alone.pp) == (1, 1)
+    four = checked_config(file, [], 4, Command.EXPORT).train.layout
+    assert (four.tp, four.pp) == (2, 2)  # a check that this layout reads and writes the model
+    for world_size, overrides in ((2, []), (1, ["train.layout.pp=2"]), (1, ["train={layout: {tp: 2}}"])):
+        with pytest.raises(ConfigError, match=f"world size {world_size} cannot be cut in tp 2"):
+            checked_config(file, overrides, world_size, Command.EXPORT)
+
+
 def test_a_training_runs_file_serves_init_trainer_with_notes(file):
     reading = read_any(file, 1)
     assert reading.config.algorithm.gamma == 0.5 and reading.config.data.size == 4096
