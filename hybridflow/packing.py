@@ -31,7 +31,9 @@ class MicroBatching:
             raise ValueError(f"micro-batches of rows {self.rows} and tokens {self.tokens}: give one of the two")
 
     def __str__(self) -> str:
-        return f"{self.rows} rows" if self.tokens is None else f"{self.tokens} tokens"
+        if self.tokens is not None:
+            return f"{self.tokens} tokens"
+        return "1 row" if self.rows == 1 else f"{self.rows} rows"
 
     def cut(self, lengths: Sequence[int], dp: int, multiple_of: int = 1) -> Cut:
         """The cut of rows 0, 1, .. of these lengths (tokens) over `dp` replicas.

@@ -12,6 +12,8 @@ from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 from hybridflow.packing import MicroBatching, ceil_div
 
+ROWS_AT_ONCE = 8  # where a config says nothing
+
 
 @dataclass(frozen=True)
 class BatchMath:
@@ -80,27 +82,32 @@ class BatchMath:
         """
         epochs = f" ({self.updates_per_epoch} x {self.epochs} epochs)" if self.epochs > 1 else ""
         short = f" (the last has {self.last_update})" if self.last_update != self.rollouts_per_update else ""
-        return (f"{self.prompts_per_step} prompts x {self.samples_per_prompt} samples = {self.rollouts_per_step} "
-                f"rollouts per step; {counted(self.updates_per_step, 'update')} per step{epochs}, "
-                f"{self.rollouts_per_update} rollouts per update{short}, {self.share_line()}")
+        return (f"{counted(self.prompts_per_step, 'prompt')} x {counted(self.samples_per_prompt, 'sample')} = "
+                f"{counted(self.rollouts_per_step, 'rollout')} per step; "
+                f"{counted(self.updates_per_step, 'update')} per step{epochs}, "
+                f"{counted(self.rollouts_per_update, 'rollout')} per update{short}, {self.share_line()}")
 
     def line_of_any_batch(self) -> str:
         """What is known where the caller brings the prompts of each step: "5 samples for each prompt of a batch; 1280
         rollouts per update or what is left, 640 per replica (dp 2), 160 micro-batches of 4".
         """
         epochs = f"; {self.epochs} epochs over the rollouts of a batch" if self.epochs > 1 else ""
-        samples = "1 sample" if self.samples_per_prompt == 1 else f"{self.samples_per_prompt} samples"
-        return (f"{samples} for each prompt of a batch{epochs}; {self.rollouts_per_update} rollouts per update or what "
-                f"is left, {self.share_line()}")
+        return (f"{counted(self.samples_per_prompt, 'sample')} for each prompt of a batch{epochs}; "
+                f"{counted(self.rollouts_per_update, 'rollout')} per update or what is left, {self.share_line()}")
 
     def share_line(self) -> str:
         """How a replica does its part of an update: "640 per replica (dp 2), 160 micro-batches of 4", or, by tokens,
-        "shared out by tokens (dp 2), micro-batches of at most 8192 tokens".
+        "shared out by tokens (dp 2), micro-batches of at most 8192 tokens". What not all replicas and micro-batches
+        have is said to be the most: "at most 4 per replica (dp 2), 1 micro-batch of at most 8".
         """
         if self.micro_batching.tokens is not None:
             return f"shared out by tokens (dp {self.dp}), micro-batches of at most {self.micro_batching.tokens} tokens"
-        return (f"{self.rollouts_per_replica} per replica (dp {self.dp}), "
-                f"{counted(self.micro_batches, 'micro-batch')} of {self.micro_batching.rows}")
+        rows, fewest = self.micro_batching.rows, self.rollouts_per_update // self.dp
+        uneven = fewest < self.rollouts_per_replica
+        return (f"{_at_most(uneven)}{self.rollouts_per_replica} per replica (dp {self.dp}), "
+                f"{_at_most(max(1, ceil_div(fewest, rows)) < self.micro_batches)}"
+                f"{counted(self.micro_batches, 'micro-batch')} of "
+                f"{_at_most(uneven or self.rollouts_per_replica % rows > 0)}{rows}")
 
 
 def trained_at_once(config: Config) -> MicroBatching:
@@ -108,7 +115,7 @@ def trained_at_once(config: Config) -> MicroBatching:
     train = config.train
     if train.micro_batch_tokens is not None:
         return MicroBatching(tokens=train.micro_batch_tokens)
-    return MicroBatching(rows=train.micro_batch_size)
+    return MicroBatching(rows=ROWS_AT_ONCE if train.micro_batch_size is None else train.micro_batch_size)
 
 
 def scored_at_once(config: Config) -> MicroBatching:
@@ -124,7 +131,8 @@ def scored_at_once(config: Config) -> MicroBatching:
 def sft_line(config: Config, world_size: int) -> str:
     """The derivation for `sft`: "100 updates of 64 pairs, 32 per replica (dp 2), 4 micro-batches of 8"."""
     math = BatchMath.of(config, world_size)
-    return f"{config.sft.steps} updates of {math.rollouts_per_update} pairs, {math.share_line()}"
+    return (f"{counted(config.sft.steps, 'update')} of {counted(math.rollouts_per_update, 'pair')}, "
+            f"{math.share_line()}")
 
 
 def layout_table(config: Config, world_size: int) -> str:
@@ -148,6 +156,10 @@ def aligned(rows: list[tuple[str, ...]]) -> str:
 def counted(number: int, noun: str) -> str:
     """Example: counted(1, "update") == "1 update", counted(2, "batch") == "2 batches"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def _at_most(of_some: bool) -> str:
+    return "at most " if of_some else ""
 
 
 def _row(name: str, layout: LayoutConfig, at_once: str, key: str) -> tuple[str, ...]:

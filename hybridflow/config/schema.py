@@ -92,8 +92,8 @@ class TrainConfig:
     """Steps of the run. One step generates a set of rollouts and trains on it."""
     global_batch_size: int = 64
     """Rollouts in one optimizer step, over all replicas. `sft`: pairs in one optimizer step."""
-    micro_batch_size: int = 8
-    """Rollouts that one replica runs at once. Memory and speed only: it changes no result."""
+    micro_batch_size: int | None = None
+    """Rollouts that one replica runs at once. Memory and speed only. null: 8, or as micro_batch_tokens says."""
     gradient_accumulation_steps: int | None = None
     """Micro-batches of one replica in one optimizer step. null: derived. If given, the product must be exact."""
     epochs_per_rollout: int = 1
@@ -101,7 +101,7 @@ class TrainConfig:
     forward_micro_batch_size: int | None = None
     """Rollouts that one replica scores at once (log-probs, values, rewards). null: as in training."""
     micro_batch_tokens: int | None = None
-    """Most tokens, prompts included, that one replica runs at once, instead of micro_batch_size. null: count rows."""
+    """Most tokens, prompts included, that one replica runs at once, with micro_batch_size null. null: count rows."""
     forward_micro_batch_tokens: int | None = None
     """Most tokens that one replica scores at once, instead of forward_micro_batch_size. null: as in training."""
     schedule: ScheduleName = ScheduleName.ONE_F_ONE_B

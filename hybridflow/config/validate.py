@@ -7,9 +7,9 @@ whether files exist is `files`'.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from hybridflow.config.batch_math import BatchMath
+from hybridflow.config.batch_math import BatchMath, counted, trained_at_once
 from hybridflow.config.bounds import out_of_bounds
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault, listed
@@ -23,6 +23,7 @@ from hybridflow.config.words import AlgorithmName, DataSource, Decay, KLWhere, M
 from hybridflow.packing import round_up
 
 TRAINING = (Command.TRAIN, Command.SFT, Command.API)
+LEARNING = (Role.ACTOR, Role.CRITIC)
 
 
 def validate(config: Config, world_size: int, command: Command = Command.TRAIN) -> list[Fault]:
@@ -30,9 +31,10 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
 
     GENERATE and EXPORT are mostly given the file of a training run, so that keys without effect are no fault there.
     """
-    faults = [*out_of_bounds(config), *_models(config, command), *layout_faults(config, world_size, command)]
-    if not faults and command in TRAINING:  # the batch numbers divide by these
-        faults += _batches(config, world_size, command)
+    wrong, uncut = list(out_of_bounds(config)), list(layout_faults(config, world_size, command))
+    faults = [*wrong, *_models(config, command), *uncut]
+    if command in TRAINING and not wrong:  # the batch numbers divide by these
+        faults += _batches(config, command, None if uncut else world_size)
     if command in (Command.TRAIN, Command.API):
         faults += _algorithm(config)
     if command in TRAINING:
@@ -89,40 +91,45 @@ def _below(number: int, near: int) -> list[int]:
     return [d for d in all_of_it if d < near][-1:] + [d for d in all_of_it if d > near][:1]
 
 
-def _batches(config: Config, world_size: int, command: Command) -> Iterator[Fault]:
-    train, math = config.train, BatchMath.of(config, world_size)
-    steps = train.gradient_accumulation_steps
-    if train.micro_batch_tokens is None and steps is not None:
-        yield from _accumulation(config, steps, math.dp)
-    if command is Command.TRAIN and train.global_batch_size > math.rollouts_per_step:
+def _batches(config: Config, command: Command, world_size: int | None) -> Iterator[Fault]:
+    """`world_size` is None where it cannot be cut in the layouts: then rows are judged without their padding."""
+    train, samples = config.train, config.generation.samples_per_prompt
+    if world_size is not None:
+        yield from _accumulation(config, BatchMath.of(config, world_size).dp)
+    rollouts = config.data.prompts_per_step * samples
+    if command is Command.TRAIN and train.global_batch_size > rollouts:
         yield Fault("train.global_batch_size", train.global_batch_size,
-                    f"a step has only {math.prompts_per_step} prompts x {math.samples_per_prompt} samples = "
-                    f"{math.rollouts_per_step} rollouts", f"choose {math.rollouts_per_step} or less")
-    learning = [role for role in used_roles(config, command) if role in (Role.ACTOR, Role.CRITIC)]
-    yield from _budget("train.micro_batch_tokens", train.micro_batch_tokens, config, learning, command)
-    yield from _budget("train.forward_micro_batch_tokens", train.forward_micro_batch_tokens, config,
-                       used_roles(config, command), command)
+                    f"a step has only {counted(config.data.prompts_per_step, 'prompt')} x "
+                    f"{counted(samples, 'sample')} = {counted(rollouts, 'rollout')}", f"choose {rollouts} or less")
+    used = used_roles(config, command)
+    for key, tokens, roles in (
+        ("train.micro_batch_tokens", train.micro_batch_tokens, [role for role in used if role in LEARNING]),
+        ("train.forward_micro_batch_tokens", train.forward_micro_batch_tokens, used),
+    ):
+        layouts = [] if world_size is None else [written_layout(config, role) for role in roles]
+        if tokens is not None:
+            yield from _budget(key, tokens, config, max(map(token_multiple, layouts), default=1), command)
 
 
-def _accumulation(config: Config, steps: int, dp: int) -> Iterator[Fault]:
-    train = config.train
-    product = train.micro_batch_size * steps * dp
-    if product == train.global_batch_size:
+def _accumulation(config: Config, dp: int) -> Iterator[Fault]:
+    train, steps, rows = config.train, config.train.gradient_accumulation_steps, trained_at_once(config).rows
+    if rows is None or steps is None or rows * steps * dp == train.global_batch_size:
         return
-    exact, rest = divmod(train.global_batch_size, train.micro_batch_size * dp)
+    product = rows * steps * dp
+    exact, rest = divmod(train.global_batch_size, rows * dp)
     choice = f"choose gradient_accumulation_steps {exact}, or null" if not rest else "choose null"
     yield Fault("train.gradient_accumulation_steps", steps,
-                f"micro_batch_size {train.micro_batch_size} x {steps} x dp {dp} = {product}, but "
+                f"micro_batch_size {rows} x {steps} x dp {dp} = {product}, but "
                 f"global_batch_size is {train.global_batch_size}", f"{choice}, or global_batch_size {product}")
 
 
-def _budget(key: str, tokens: int | None, config: Config, used: Sequence[Role], command: Command) -> Iterator[Fault]:
+def _budget(key: str, tokens: int, config: Config, multiple: int, command: Command) -> Iterator[Fault]:
     """The longest row fits in a micro-batch of `tokens`; with init_trainer a response and one token of its prompt."""
     longest = config.generation.max_new_tokens
     longest += 1 if command is Command.API else config.data.max_prompt_length
     prompt = "a prompt of 1" if command is Command.API else f"data.max_prompt_length {config.data.max_prompt_length}"
-    needed = max(round_up(longest, token_multiple(written_layout(config, role))) for role in used)
-    if tokens is not None and tokens < needed:
+    needed = round_up(longest, multiple)
+    if tokens < needed:
         padded = f", padded to {needed} in its layout" if needed > longest else ""
         yield Fault(key, tokens, f"cannot hold the longest row, {prompt} + generation.max_new_tokens "
                     f"{config.generation.max_new_tokens} = {longest} tokens{padded}", f"choose {needed} or more")

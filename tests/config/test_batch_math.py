@@ -36,6 +36,21 @@ def test_a_short_last_update_and_a_ragged_share_are_told():
     assert "(the last has 4)" in math.line()
 
 
+def test_what_not_all_have_is_said_to_be_the_most():
+    for update, dp, rows, line in (
+        (8, 2, 4, "4 per replica (dp 2), 1 micro-batch of 4"),
+        (8, 2, 8, "4 per replica (dp 2), 1 micro-batch of at most 8"),
+        (8, 1, 3, "8 per replica (dp 1), 3 micro-batches of at most 3"),
+        (7, 2, 4, "at most 4 per replica (dp 2), 1 micro-batch of at most 4"),
+        (5, 2, 2, "at most 3 per replica (dp 2), at most 2 micro-batches of at most 2"),
+        (1, 2, 1, "at most 1 per replica (dp 2), 1 micro-batch of at most 1"),
+    ):
+        assert BatchMath(update, 1, update, dp, MicroBatching(rows=rows)).share_line() == line
+    assert BatchMath(1, 1, 1, 1, MicroBatching(rows=1)).line().startswith(
+        "1 prompt x 1 sample = 1 rollout per step; 1 update per step, 1 rollout per update, 1 per replica")
+    assert str(MicroBatching(rows=1)) == "1 row"
+
+
 def test_the_critic_has_its_own_replicas():
     read = config(*CASE_28, "model.critic.layout.tp=1", "model.critic.layout.pp=1")
     assert BatchMath.of(read, 8, Role.CRITIC).dp == 8
@@ -59,6 +74,7 @@ def test_a_token_budget_says_only_what_can_be_known():
 def test_scoring_runs_at_once_what_training_does_where_nothing_else_is_said():
     rows, tokens, forward = "train.micro_batch_size=3", "train.micro_batch_tokens=700", "train.forward_micro_batch"
     for overrides, trained, scored in (
+        ([], MicroBatching(rows=8), MicroBatching(rows=8)),
         ([rows], MicroBatching(rows=3), MicroBatching(rows=3)),
         ([tokens], MicroBatching(tokens=700), MicroBatching(tokens=700)),
         ([rows, f"{forward}_size=9"], MicroBatching(rows=3), MicroBatching(rows=9)),

@@ -110,6 +110,24 @@ def test_a_token_budget_holds_the_longest_row():
     assert set(faults(1, f"{key}=319", command=Command.SFT)) == {key}
 
 
+def test_a_token_budget_is_judged_whatever_else_is_wrong():
+    key = "train.micro_batch_tokens"
+    found = faults(8, f"{key}=10", "train.micro_batch_size=8", "train.layout={tp: 3, sequence_parallel: true}",
+                   "train.forward_micro_batch_tokens=5", "train.global_batch_size=99")
+    assert set(found) == {key, "train.micro_batch_size", "train.forward_micro_batch_tokens", "train.layout.tp",
+                          "train.global_batch_size"}
+    assert found[key].endswith("= 320 tokens; choose 320 or more")  # the padding of tp 3 cannot be judged
+    assert set(faults(1, f"{key}=10", "train.layout.cp=0")) == {key, "train.layout.cp"}
+
+
+def test_the_command_line_switches_a_file_to_a_token_budget():
+    file = SPEC | {"train": {"micro_batch_size": 8}}
+    both = faults(1, "train.micro_batch_tokens=512", tree=file)
+    assert list(both) == ["train.micro_batch_size"] and "with train.micro_batch_size=null" in both[
+        "train.micro_batch_size"]
+    assert faults(1, "train.micro_batch_tokens=512", "train.micro_batch_size=null", tree=file) == {}
+
+
 def test_gradients_of_fp64_are_not_rounded_on_the_wire():
     bf16 = "train.reduce_dtype=bf16"
     assert faults(1, bf16) == {}
@@ -122,11 +140,13 @@ def test_accumulation_is_checked():
     message = faults(2, *base, "train.gradient_accumulation_steps=16")["train.gradient_accumulation_steps"]
     assert "4 x 16 x dp 2 = 128, but global_batch_size is 64" in message
     assert "choose gradient_accumulation_steps 8" in message and "global_batch_size 128" in message
+    assert "micro_batch_size 8 x 16" in faults(1, "train.gradient_accumulation_steps=16")[
+        "train.gradient_accumulation_steps"]  # 8 is what null means
 
 
 def test_an_update_needs_that_many_rollouts():
     message = faults(1, "train.global_batch_size=65")["train.global_batch_size"]
-    assert "64 prompts x 1 samples = 64" in message and "choose 64 or less" in message
+    assert "64 prompts x 1 sample = 64 rollouts" in message and "choose 64 or less" in message
     assert faults(1, "train.global_batch_size=65", command=Command.SFT) == {}
     assert faults(1, "train.global_batch_size=50") == {}  # a short last update is fine
 
@@ -244,7 +264,7 @@ SET = {
     "data.test_size": "data.test_size=999", "data.prompt_template": "data.prompt_template='{question}'",
     "train.optimizer.min_lr": "train.optimizer.min_lr=1", "train.critic_optimizer.min_lr":
     "train.critic_optimizer.min_lr=1",
-    "train.micro_batch_size": "train.micro_batch_size=4",
+    "train.micro_batch_size": "train.micro_batch_size=8",
     "train.gradient_accumulation_steps": "train.gradient_accumulation_steps=8",
     "train.forward_micro_batch_size": "train.forward_micro_batch_size=4",
     "train.recompute_layers": "train.recompute_layers=1", "train.loss_scale": "train.loss_scale=2.0",
@@ -254,7 +274,8 @@ CONDITIONS = [
     ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], ["algorithm.kl.where=loss"], [], [],
     ["model.reward_model.path=m"],
     ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
-    [], [], ["train.micro_batch_tokens=512"], ["train.forward_micro_batch_tokens=512"], [], [],
+    [], [], ["train.micro_batch_tokens=512"], ["train.micro_batch_tokens=512"],
+    ["train.forward_micro_batch_tokens=512"], [], [],
 ]
 
 
