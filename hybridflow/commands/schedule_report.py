@@ -171,8 +171,8 @@ def _numbers(plan: Plan, costs: StageCosts, measured: MeasuredUpdate | None) -> 
         lines.append(f"a message of the longest rows has {costs.message_bytes:.4g} bytes and takes "
                      f"{1e3 * costs.of(plan.chunks).message:.3g} ms on its link")
     if measured is not None:
-        lines.append(f"measured: update {measured.place + 1} of {measured.num_updates} of the traced step, the last of "
-                     f"those with the most micro-batches ({plan.num_micro_batches})")
+        which = "" if measured.num_updates == 1 else ", the last of those with the most micro-batches"
+        lines.append(f"measured: update {measured.place + 1} of {measured.num_updates} in the trace{which}")
     return "\n".join(lines)
 
 

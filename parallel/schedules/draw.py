@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from hybridflow.parallel.schedules.actions import COMPUTE, Action, Kind
@@ -27,6 +28,7 @@ COLOURS = {Kind.F: "#2f6db3", Kind.B: "#d9641f", Kind.W: "#1a9a78", Kind.REDUCE:
            Kind.RESHARD: "#d9a52b"}
 MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients", Kind.REDUCE: "reduce",
             Kind.STEP: "optimizer step", Kind.RESHARD: "reshard"}
+BELOW = (Kind.REDUCE, Kind.RESHARD)  # flat marks under the cells: a reduce runs beside them
 INK, GREY, IDLE = "#2b2f33", "#9aa0a6", "#eceef0"
 DOTS_PER_INCH = 150
 LEAST_WIDTH, MOST_WIDTH, LANE_HEIGHT = 9.0, 30.0, 0.42  # inches
@@ -155,7 +157,7 @@ def _draw_lane(ax: Axes, timeline: Timeline, stage: int, scale: _Scale) -> None:
     chunks = _chunks(timeline, stage)
     cells: dict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in spans:
-        colour, flat = _colour(span.action, chunks), span.action.kind in (Kind.REDUCE, Kind.RESHARD)
+        colour, flat = _colour(span.action, chunks), span.action.kind in BELOW
         left, width = scale.factor * (span.start - timeline.start), scale.factor * span.duration
         if span.action.kind not in COMPUTE:
             width = max(width, LEAST_MARK / scale.points)
@@ -193,17 +195,23 @@ def _is_light(colour: str) -> bool:
     return 0.299 * red + 0.587 * green + 0.114 * blue > 0.58
 
 
-def _legend(panels: Sequence[Panel]) -> list[Patch]:
+def _legend(panels: Sequence[Panel]) -> list[Patch | Line2D]:
+    """An entry for each kind of action that is drawn; those below the cells look there as they do in the plot."""
     actions = [span.action for panel in panels for spans in panel.timeline.stages for span in spans]
     kinds = {action.kind for action in actions}
     names = dict(MEANINGS)
     if Kind.W not in kinds:
         names[Kind.B] = "backward, with weight gradients"
-    patches = [Patch(facecolor=COLOURS[kind], label=name) for kind, name in names.items() if kind in kinds]
+    patches: list[Patch | Line2D] = [_mark(kind, name) if kind in BELOW else Patch(facecolor=COLOURS[kind], label=name)
+                                     for kind, name in names.items() if kind in kinds]
     patches.append(Patch(facecolor=IDLE, label="idle"))
     if any(len(_chunks(panel.timeline, stage)) > 1 for panel in panels for stage in range(panel.timeline.num_stages)):
         patches.append(Patch(facecolor="none", label="(lighter: later chunks)"))
     return patches
+
+
+def _mark(kind: Kind, name: str) -> Line2D:
+    return Line2D([], [], color=COLOURS[kind], marker="|", markersize=8, markeredgewidth=2, lw=0, label=name)
 
 
 def _dress(ax: Axes, timeline: Timeline) -> None:

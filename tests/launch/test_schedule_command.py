@@ -89,7 +89,7 @@ def test_the_bytes_of_a_message_take_time(config, capsys):
 
 
 def test_a_budget_of_tokens_bounds_the_micro_batches(config, capsys):
-    text = said(capsys, config, "train.micro_batch_tokens=1000", "train.micro_batch_size=8")
+    text = said(capsys, config, "train.micro_batch_tokens=1000", "train.micro_batch_size=null")
     # 32 rows of at most 256 + 64 tokens: 3 at least fit
     assert "at most 11 micro-batches" in text
 
@@ -121,7 +121,7 @@ def traced(folder, kind=ScheduleKind.ONE_F_ONE_B, costs=TENS, tp=2, dp=2):
 def test_it_draws_and_sets_measured_beside_simulated(config, tmp_path, capsys):
     picture = tmp_path / "out.svg"
     text = said(capsys, config, "--trace", traced(tmp_path), "--draw", str(picture))
-    assert "3 micro-batches\n" in text and "measured: update 1 of 1 of the traced step" in text
+    assert "3 micro-batches\n" in text and "measured: update 1 of 1 in the trace\n" in text
     assert "Bubble: simulated 50.0 %, measured 50.0 % of the time" in text and f"Drawn in {picture}" in text
     assert picture.read_text().startswith("<?xml") and "measured: bubble 50.0 %" in picture.read_text()
 

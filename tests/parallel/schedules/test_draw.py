@@ -36,6 +36,7 @@ def test_an_svg_names_stages_micro_batches_and_bubbles(tmp_path):
     cells = [word for word in words if word in ("0", "1", "2")]
     assert cells.count("1") >= 8  # F and B on two stages, twice
     assert {"forward", "backward, with weight gradients", "optimizer step", "idle"} <= set(words)
+    assert not any(word.startswith(("reduce", "reshard")) for word in words)  # nothing of them is drawn
 
 
 @pytest.mark.parametrize("ending", [".svg", ".png"])
