@@ -17,6 +17,7 @@ from hybridflow.micro_batch import MicroBatch
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.layout import split_heads
 from hybridflow.models.recompute import Recompute
+from hybridflow.models.rectangles import rectangles
 from hybridflow.parallel.schedules.actions import Kind, Schedule
 
 INDEX_BYTES = 8  # int64
@@ -47,8 +48,8 @@ class PackedShape:
 
     @property
     def slots(self) -> int:
-        """Tokens of the rectangle that attention lays the rows into."""
-        return len(self.lengths) * max(self.lengths)
+        """Tokens of the rectangles that attention lays the rows into, with their padding."""
+        return sum(rectangle.slots for rectangle in rectangles(self.lengths))
 
 
 @dataclass(frozen=True)

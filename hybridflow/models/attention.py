@@ -1,8 +1,8 @@
 """Self-attention of one layer on one tensor rank: projections, q/k norms, rotation; and attention over packed rows.
 
-Owns which heads this rank computes and how packed rows become rectangles. How scores are computed is
-`kernels.attention`; rows cut over a context group are `context_attention`'s; a cache of keys and values belongs to
-generation, which passes its own `Attend`.
+Owns which heads this rank computes and the attention of packed rows. Which rows share a rectangle is `rectangles`', how
+scores are computed `kernels.attention`'s; rows cut over a context group are `context_attention`'s; a cache of keys and
+values belongs to generation, which passes its own `Attend`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hybridflow.kernels.norm import rms_norm
 from hybridflow.kernels.rope import apply_rope
 from hybridflow.models.config import ModelConfig
 from hybridflow.models.layout import split_heads
+from hybridflow.models.rectangles import Rectangle, lay_out, rectangles
 from hybridflow.models.rope import RopeTables
 from hybridflow.models.slots import from_slots, index_on, to_slots
 from hybridflow.parallel.collectives import copy_to, gather_tokens
@@ -34,30 +35,37 @@ class Attend(Protocol):
 class PackedCausal:
     """Attention of a training forward: each row of a packed micro-batch sees itself only.
 
-    Rows are laid into one rectangle `[rows, heads, longest, head_dim]`, padded on the right, where no real query
-    looks, with whatever tokens come next: padding is then finite, and since no loss reads what it answers, its
-    gradients are exactly zero. Rows of equal length are a view of the packed tokens and are not copied.
+    Rows of similar length are laid into one rectangle `[rows, heads, longest, head_dim]` with one call of attention,
+    padded on the right, where no real query looks; since no loss reads what padding answers, its gradients are exactly
+    zero. However many rectangles there are, a tensor is gathered once each way: they follow each other in one buffer.
+    Rows of equal length are a view of the packed tokens and are not copied.
     """
 
     def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
-        self.rows, self.longest = len(lengths), max(lengths)
-        self.slots: Tensor | None = None  # [tokens] places in the flattened rectangle; None where they are 0, 1, 2, ...
-        if min(lengths) != self.longest:
-            sizes, place = torch.tensor(lengths)[:, None], torch.arange(self.longest)
-            self.slots = index_on(device, (place < sizes).flatten().nonzero().squeeze(1))
-            starts = sizes.cumsum(0) - sizes
-            # What each slot reads, [rows x longest].
-            self.tokens = index_on(device, (starts + place).clamp_(max=sum(lengths) - 1).flatten())
+        self.rectangles = rectangles(lengths)
+        self.slots: Tensor | None = None  # [tokens] the slot of each; None where they are 0, 1, 2, ...
+        if len(set(lengths)) > 1:
+            tokens, slots = lay_out(lengths, self.rectangles)
+            self.tokens, self.slots = index_on(device, tokens), index_on(device, slots)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = causal_attention(self._to_rows(q), self._to_rows(k), self._to_rows(v))
-        flat = out.transpose(1, 2).reshape(self.rows * self.longest, *q.shape[1:])
+        parts = zip(self.rectangles, self._cut(q), self._cut(k), self._cut(v), strict=True)
+        seen = [_attend(rectangle, *part) for rectangle, *part in parts]
+        flat = seen[0] if len(seen) == 1 else torch.cat(seen)
         return flat if self.slots is None else from_slots(flat, self.slots)
 
-    def _to_rows(self, x: Tensor) -> Tensor:
-        """`[tokens, heads, head_dim] -> [rows, heads, longest, head_dim]`."""
+    def _cut(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`[tokens, heads, head_dim] -> [slots, heads, head_dim]` of each rectangle."""
         flat = x if self.slots is None else to_slots(x, self.tokens, self.slots)
-        return flat.reshape(self.rows, self.longest, *x.shape[1:]).transpose(1, 2)
+        # Views of one storage: where layouts are dropped and made again, the first call of attention makes them all.
+        return (flat,) if len(self.rectangles) == 1 else flat.split([each.slots for each in self.rectangles])
+
+
+def _attend(rectangle: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`[slots, heads, head_dim]` of one rectangle."""
+    shape = len(rectangle.rows), rectangle.longest
+    out = causal_attention(*(x.reshape(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)))
+    return out.transpose(1, 2).reshape(q.shape)
 
 
 class RMSNorm(nn.Module):
