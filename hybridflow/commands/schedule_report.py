@@ -89,7 +89,7 @@ def report(plan: Plan, given: GivenCosts | None, trace: Path | None, picture: Pa
         panels.append(Panel("measured", measured.timeline))
     parts = [_numbers(plan, stage_costs, measured), _comparison(plan, stage_costs, panels[0].timeline, shape),
              _activations(plan, schedule, shape), _outcome(panels)]
-    if measured is not None and given is None:
+    if measured is not None and given is None and plan.chunks.pp > 1:
         parts[1] += f"\n{_assumption(schedule)}"
     if with_text:
         parts.append(schedule.to_text())
@@ -136,7 +136,7 @@ def _stage_costs(plan: Plan, given: GivenCosts | None, shape: ModelConfig | None
     """Those given, or 1 each."""
     if given is None:
         return StageCosts(1.0, 1.0, 1.0, clock=Clock.FORWARDS)
-    size = 0 if given.bytes_per_second == inf else _message_bytes(plan, shape)
+    size = 0 if given.bytes_per_second == inf or plan.chunks.pp == 1 else _message_bytes(plan, shape)
     return StageCosts(given.forward, given.backward, given.weight, given.latency, 1 / given.bytes_per_second, size)
 
 

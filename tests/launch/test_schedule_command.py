@@ -86,6 +86,8 @@ def test_the_bytes_of_a_message_take_time(config, capsys):
     assert "has 1.638e+05 bytes" in halved
     assert "has 8.192e+04 bytes" in said(capsys, *sized, "train.layout.sequence_parallel=true", "train.layout.cp=2",
                                          "--costs", "10,6,4,0,1")
+    alone = said(capsys, config, "model.spec=null", "model.path=missing", "train.layout.pp=1", "--costs", "1,1,1,0,25")
+    assert "a message" not in alone  # one stage sends none, so nobody asks for the shape
 
 
 def test_a_budget_of_tokens_bounds_the_micro_batches(config, capsys):
