@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridflow.config.layouts import Role, generation_layout, layout_key, role_layout, roles
+from hybridflow.config.layouts import LEARNING, Role, generation_layout, layout_key, role_layout, roles
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 from hybridflow.packing import MicroBatching, ceil_div
@@ -170,5 +170,5 @@ def _row(name: str, layout: LayoutConfig, at_once: str, key: str) -> tuple[str, 
 
 
 def _at_once(config: Config, role: Role) -> str:
-    trained = f"{trained_at_once(config)} trained, " if role in (Role.ACTOR, Role.CRITIC) else ""
+    trained = f"{trained_at_once(config)} trained, " if role in LEARNING else ""
     return f"{trained}{scored_at_once(config)} scored"

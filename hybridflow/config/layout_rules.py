@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 
+from hybridflow.config.batch_math import counted
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault, listed
-from hybridflow.config.layouts import Role, divisors, layout_key, used_roles, written_layout
+from hybridflow.config.layouts import LEARNING, Role, divisors, layout_key, used_roles, written_layout
 from hybridflow.config.model_schema import LayoutConfig, ModelSpec
 from hybridflow.config.schema import Config
-from hybridflow.config.words import ScheduleName
+from hybridflow.config.words import Recompute, ScheduleName
+from hybridflow.packing import ceil_div
 
 BLAMED = ("tp", "pp", "cp")  # for a world that cannot be cut, in this order
 
@@ -22,11 +24,11 @@ def layout_faults(config: Config, world_size: int, command: Command) -> Iterator
     """A fault for each layout that `command` uses and that this world or the model's layers cannot be cut in."""
     used = () if command is Command.GENERATE else used_roles(config, command)  # it has the generation layout alone
     written = {layout_key(config, role): written_layout(config, role) for role in used}
+    learning = {layout_key(config, role) for role in used if role in LEARNING}
     spec = config.model.spec if config.model.path is None else None  # an export's file may have its run's start
     for key, layout in written.items():
-        yield from _layout(key, layout, world_size, spec)
-    if command is not Command.GENERATE:
-        yield from _chunks(config, command)
+        yield from _degrees_of_world(key, layout, world_size)
+        yield from _chunks(key, layout, config.train.schedule if key in learning else None, spec)
     if command is Command.EXPORT:  # it generates nothing
         return
     tp = config.generation.layout.tp
@@ -35,7 +37,23 @@ def layout_faults(config: Config, world_size: int, command: Command) -> Iterator
                     f"choose tp {listed(divisors(world_size))}")
 
 
-def _layout(key: str, layout: LayoutConfig, world_size: int, spec: ModelSpec | None) -> Iterator[Fault]:
+def recompute_faults(config: Config, num_layers: Mapping[Role, int]) -> Iterator[Fault]:
+    """Recomputation stops after a layer that a chunk has. `num_layers`: of the model of each role that learns."""
+    asked = config.train.recompute_layers
+    if asked is None or config.train.recompute is Recompute.NONE:
+        return
+    most = max(_most_layers(written_layout(config, role), count) for role, count in num_layers.items())
+    if asked > most:
+        yield Fault("train.recompute_layers", asked, f"no chunk has more than {counted(most, 'layer')}",
+                    f"choose {listed(sorted({1, most}) if most < 3 else [f'1 to {most}'])}, or null for all")
+
+
+def _most_layers(layout: LayoutConfig, num_layers: int) -> int:
+    """Layers of the largest chunk."""
+    return max(layout.layers_per_stage or [ceil_div(num_layers, layout.pp * layout.vpp)])
+
+
+def _degrees_of_world(key: str, layout: LayoutConfig, world_size: int) -> Iterator[Fault]:
     dp, within = layout.dp, _degrees(layout)
     if min(within.values()) < 1 or world_size % prod(within.values()):
         yield _no_cut(key, within, world_size)
@@ -43,28 +61,6 @@ def _layout(key: str, layout: LayoutConfig, world_size: int, spec: ModelSpec | N
         left = world_size // prod(within.values())
         yield Fault(f"{key}.dp", dp, f"{_written(within)} x dp {dp} is not the world size {world_size}",
                     f"choose dp {left}, or null")
-    if layout.vpp < 1:
-        yield Fault(f"{key}.vpp", layout.vpp, "must be at least 1", "choose 1 or more")
-    elif layout.pp >= 1:
-        yield from _layers(key, layout, spec)
-
-
-def _layers(key: str, layout: LayoutConfig, spec: ModelSpec | None) -> Iterator[Fault]:
-    """Every chunk of every stage has a layer, and every layer a chunk."""
-    stages, chunks = layout.layers_per_stage, layout.pp * layout.vpp
-    cut = f"{layout.pp} stages" + (f" x {layout.vpp} chunks" if layout.vpp > 1 else "")
-    if stages is None:
-        if spec is not None and spec.num_layers < chunks:
-            yield Fault(f"{key}.pp", layout.pp, f"model.spec.num_layers {spec.num_layers} cannot fill {cut}",
-                        f"choose pp {max(1, spec.num_layers // layout.vpp)} or less")
-    elif len(stages) != chunks or min(stages) < 1:
-        each = "each of the" if layout.vpp == 1 else "each chunk of"
-        yield Fault(f"{key}.layers_per_stage", stages, f"must name a number of layers for {each} {cut}",
-                    "choose null for an even cut")
-    elif spec is not None and sum(stages) != spec.num_layers:
-        yield Fault(f"{key}.layers_per_stage", stages,
-                    f"adds up to {sum(stages)}, not to model.spec.num_layers {spec.num_layers}",
-                    "choose null for an even cut")
 
 
 def _no_cut(key: str, within: dict[str, int], world_size: int) -> Fault:
@@ -88,30 +84,77 @@ def _written(within: dict[str, int]) -> str:
     return " x ".join(f"{name} {degree}" for name, degree in within.items())
 
 
-def _chunks(config: Config, command: Command) -> Iterator[Fault]:
-    """The schedule of those who learn says how many chunks a stage has; those who only score need one."""
-    learning = {layout_key(config, role) for role in used_roles(config, command) if role in (Role.ACTOR, Role.CRITIC)}
-    written = {layout_key(config, role): written_layout(config, role) for role in used_roles(config, command)}
-    schedule = config.train.schedule
-    for key, layout in written.items():
-        if layout.pp == 1 and layout.vpp > 1:
-            yield Fault(f"{key}.vpp", layout.vpp, "at pp 1 there is one stage alone, and nothing to fill with chunks",
-                        "choose 1")
-        elif layout.pp > 1 and layout.vpp >= 1 and key in learning:
-            yield from _chunks_of_schedule(key, layout.vpp, schedule)
-        elif layout.pp > 1 and layout.vpp > 1:
-            yield Fault(f"{key}.vpp", layout.vpp, "who only scores has no schedule with chunks", "choose 1")
+def _chunks(key: str, layout: LayoutConfig, schedule: ScheduleName | None, spec: ModelSpec | None) -> Iterator[Fault]:
+    """The schedule of those who learn says how many chunks a stage has; those who only score (None) need one. Each
+    chunk has a layer, and each layer a chunk. One fault at most, whose choice is right for schedule and layers.
+    """
+    pp, vpp = layout.pp, layout.vpp
+    if vpp < 1:
+        yield Fault(f"{key}.vpp", vpp, "must be at least 1", "choose 1 or more")
+    if vpp < 1 or pp < 1:
+        return
+    known = spec is not None and spec.num_layers >= 1 and layout.layers_per_stage is None
+    num_layers = spec.num_layers if spec is not None and known else None
+    if num_layers is not None and num_layers < pp * _fewest(pp, schedule):
+        yield _no_pipeline(key, layout, schedule, num_layers)
+    else:
+        wrong = list(_chunks_of_schedule(key, layout, schedule, num_layers))
+        yield from wrong or _layers(key, layout, spec)
 
 
-def _chunks_of_schedule(key: str, vpp: int, schedule: ScheduleName) -> Iterator[Fault]:
-    if schedule is ScheduleName.INTERLEAVED:
+def _fewest(pp: int, schedule: ScheduleName | None) -> int:
+    """The fewest chunks on a stage that the schedule can have."""
+    return 2 if pp > 1 and schedule in (ScheduleName.INTERLEAVED, ScheduleName.ZB_V) else 1
+
+
+def _no_pipeline(key: str, layout: LayoutConfig, schedule: ScheduleName | None, num_layers: int) -> Fault:
+    """The layers are too few for any number of chunks that the schedule can have at this pp."""
+    pp, fewest = layout.pp, _fewest(layout.pp, schedule)
+    chunks = f" x {fewest} chunks of train.schedule {schedule.value}" if schedule and fewest > 1 else ""
+    plain = f"train.schedule 1f1b with vpp 1{'' if pp <= num_layers else f' and pp {num_layers} or less'}"
+    choices = [plain] if fewest > 1 else []
+    if (stages := num_layers // fewest) > 1 or fewest == 1:
+        choices.insert(0, f"pp {stages} or less" + (f" with vpp {fewest}" if layout.vpp != fewest else ""))
+    return Fault(f"{key}.pp", pp, f"model.spec.num_layers {num_layers} cannot fill {pp} stages{chunks}",
+                 f"choose {', or '.join(choices)}")
+
+
+def _chunks_of_schedule(key: str, layout: LayoutConfig, schedule: ScheduleName | None,
+                        num_layers: int | None) -> Iterator[Fault]:
+    place, vpp = f"{key}.vpp", layout.vpp
+    most = None if num_layers is None else num_layers // layout.pp
+    if layout.pp == 1 and vpp > 1:
+        yield Fault(place, vpp, "at pp 1 there is one stage alone, and nothing to fill with chunks", "choose vpp 1")
+    elif layout.pp == 1:
+        return
+    elif schedule is ScheduleName.INTERLEAVED:
         if vpp < 2:
-            yield Fault(f"{key}.vpp", vpp, "train.schedule interleaved needs two chunks or more on each stage",
-                        "choose 2 or more, or train.schedule 1f1b")
-    elif schedule is ScheduleName.ZB_V:
-        if vpp != 2:
-            yield Fault(f"{key}.vpp", vpp, "train.schedule zb-v has two chunks on each stage, down and up again",
-                        "choose 2")
-    elif vpp > 1:
-        yield Fault(f"{key}.vpp", vpp, f"train.schedule {schedule.value} has one chunk on each stage",
-                    "choose 1, or train.schedule interleaved")
+            choice = "2 or more" if most is None else "2" if most == 2 else f"2 to {most}"
+            yield Fault(place, vpp, "train.schedule interleaved needs two chunks or more on each stage",
+                        f"choose vpp {choice}, or train.schedule 1f1b")
+        elif most is not None and vpp > most:
+            yield Fault(place, vpp, f"model.spec.num_layers {num_layers} cannot fill {layout.pp} stages x {vpp} chunks",
+                        f"choose vpp {'2' if most == 2 else f'2 to {most}'}")
+    elif schedule is ScheduleName.ZB_V and vpp != 2:
+        yield Fault(place, vpp, "train.schedule zb-v has two chunks on each stage, down and up again", "choose vpp 2")
+    elif schedule is None and vpp > 1:
+        yield Fault(place, vpp, "who only scores has no schedule with chunks", "choose vpp 1")
+    elif schedule not in (None, ScheduleName.ZB_V) and vpp > 1:  # told of the schedule, which may itself be misspelt
+        yield Fault("train.schedule", schedule.value, f"has one chunk on each stage, but {place} is {vpp}",
+                    "choose interleaved, or vpp 1" if most is None or vpp <= most else "choose vpp 1")
+
+
+def _layers(key: str, layout: LayoutConfig, spec: ModelSpec | None) -> Iterator[Fault]:
+    """What layers_per_stage must be."""
+    stages, chunks = layout.layers_per_stage, layout.pp * layout.vpp
+    if stages is None:
+        return
+    cut = f"{layout.pp} stages" + (f" x {layout.vpp} chunks" if layout.vpp > 1 else "")
+    if len(stages) != chunks or min(stages) < 1:
+        each = "each of the" if layout.vpp == 1 else "each chunk of"
+        yield Fault(f"{key}.layers_per_stage", stages, f"must name a number of layers for {each} {cut}",
+                    "choose null for an even cut")
+    elif spec is not None and sum(stages) != spec.num_layers:
+        yield Fault(f"{key}.layers_per_stage", stages,
+                    f"adds up to {sum(stages)}, not to model.spec.num_layers {spec.num_layers}",
+                    "choose null for an even cut")

@@ -23,6 +23,9 @@ class Role(Enum):
     REWARD = "reward"
 
 
+LEARNING = (Role.ACTOR, Role.CRITIC)  # the others only score
+
+
 def roles(config: Config) -> tuple[Role, ...]:
     """The roles that this config needs."""
     has_critic = config.algorithm.name is AlgorithmName.PPO

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault
-from hybridflow.config.layouts import Role, generation_layout, layout_key, role_layout, used_roles
+from hybridflow.config.layout_rules import recompute_faults
+from hybridflow.config.layouts import LEARNING, Role, generation_layout, layout_key, role_layout, used_roles
 from hybridflow.config.model_schema import LayoutConfig, ModelSpec
 from hybridflow.config.schema import Config
 
@@ -39,6 +40,9 @@ def shape_faults(config: Config, world_size: int, command: Command) -> list[Faul
         faults += _length_faults(config, command, role, model)
         if Role.ACTOR in models:
             faults += _vocabulary_faults(config, role, model, models[Role.ACTOR])
+    learning = {role: model.num_layers for role, model in models.items() if role in LEARNING}
+    if not faults and command in (Command.TRAIN, Command.API, Command.SFT):
+        faults += recompute_faults(config, learning)
     return list({str(fault): fault for fault in faults}.values())  # roles share folders and layouts
 
 

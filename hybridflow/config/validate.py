@@ -14,8 +14,8 @@ from hybridflow.config.bounds import out_of_bounds
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault, listed
 from hybridflow.config.idle import idle_keys
-from hybridflow.config.layout_rules import layout_faults
-from hybridflow.config.layouts import Role, divisors, token_multiple, used_roles, written_layout
+from hybridflow.config.layout_rules import layout_faults, recompute_faults
+from hybridflow.config.layouts import LEARNING, Role, divisors, token_multiple, used_roles, written_layout
 from hybridflow.config.model_schema import ModelSpec
 from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
@@ -23,7 +23,6 @@ from hybridflow.config.words import AlgorithmName, DataSource, Decay, KLWhere, M
 from hybridflow.packing import round_up
 
 TRAINING = (Command.TRAIN, Command.SFT, Command.API)
-LEARNING = (Role.ACTOR, Role.CRITIC)
 
 
 def validate(config: Config, world_size: int, command: Command = Command.TRAIN) -> list[Fault]:
@@ -35,6 +34,7 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
     faults = [*wrong, *_models(config, command), *uncut]
     if command in TRAINING and not wrong:  # the batch numbers divide by these
         faults += _batches(config, command, None if uncut else world_size)
+        faults += [] if uncut else _recompute(config, command)
     if command in (Command.TRAIN, Command.API):
         faults += _algorithm(config)
     if command in TRAINING:
@@ -109,6 +109,13 @@ def _batches(config: Config, command: Command, world_size: int | None) -> Iterat
         layouts = [] if world_size is None else [written_layout(config, role) for role in roles]
         if tokens is not None:
             yield from _budget(key, tokens, config, max(map(token_multiple, layouts), default=1), command)
+
+
+def _recompute(config: Config, command: Command) -> Iterator[Fault]:
+    """Of new models; those in folders are `shapes`' to look at."""
+    model, learning = config.model, [role for role in used_roles(config, command) if role in LEARNING]
+    if model.path is None and model.spec is not None and (model.critic.path is None or Role.CRITIC not in learning):
+        yield from recompute_faults(config, dict.fromkeys(learning, model.spec.num_layers))
 
 
 def _accumulation(config: Config, dp: int) -> Iterator[Fault]:

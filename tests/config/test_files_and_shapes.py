@@ -87,6 +87,15 @@ def test_each_chunk_has_a_layer_of_a_folders_model(tmp_path):
     assert "pp 2 x vpp 2 = 4 chunks must be at most num_layers 2" in found
 
 
+def test_recomputation_stops_within_a_chunk_of_a_folders_model(tmp_path):
+    tree = {"model": {"path": write_model(tmp_path / "model")}}
+    (found,) = shapes(1, "train.recompute=full", "train.recompute_layers=3", tree=tree)
+    assert found == "train.recompute_layers = 3: no chunk has more than 2 layers; choose 1 or 2, or null for all"
+    assert shapes(1, "train.recompute=full", "train.recompute_layers=2", tree=tree) == []
+    critic = write_model(tmp_path / "critic", num_hidden_layers=3)
+    assert shapes(1, "train.recompute=full", "train.recompute_layers=3", f"model.critic.path={critic}", tree=tree) == []
+
+
 def test_every_model_has_positions_for_the_longest_sequence(tmp_path):
     (found,) = shapes(1, "model.spec.max_position_embeddings=319")
     assert found == ("model.spec.max_position_embeddings = 319: is below data.max_prompt_length 256 + "

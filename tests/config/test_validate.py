@@ -3,7 +3,9 @@
 import pytest
 
 from hybridflow.config.bounds import BOUNDS
+from hybridflow.config.check import checked_config
 from hybridflow.config.command import Command
+from hybridflow.config.faults import ConfigError
 from hybridflow.config.idle import IDLE
 from hybridflow.config.load import known_keys, load_config
 from hybridflow.config.validate import validate
@@ -66,16 +68,39 @@ def test_the_context_is_a_degree_like_the_others():
 @pytest.mark.parametrize(("schedule", "pp", "vpp", "choice"), [
     ("1f1b", 2, 1, None), ("gpipe", 2, 1, None), ("zb-h1", 2, 1, None), ("interleaved", 2, 2, None),
     ("interleaved", 1, 1, None), ("zb-v", 1, 1, None), ("zb-v", 2, 2, None),
-    ("1f1b", 2, 2, "choose 1, or train.schedule interleaved"), ("zb-h1", 2, 2, "choose 1, or"),
-    ("interleaved", 2, 1, "choose 2 or more, or train.schedule 1f1b"), ("zb-v", 2, 1, "choose 2"),
-    ("zb-v", 2, 3, "choose 2"), ("interleaved", 1, 2, "choose 1"), ("interleaved", 2, 0, "choose 1 or more"),
+    ("1f1b", 2, 2, "train.layout.vpp is 2; choose interleaved, or vpp 1"), ("gpipe", 2, 5, "is 5; choose vpp 1"),
+    ("interleaved", 2, 1, "choose vpp 2 to 4, or train.schedule 1f1b"), ("zb-v", 2, 1, "choose vpp 2"),
+    ("interleaved", 2, 5, "choose vpp 2 to 4"), ("interleaved", 4, 3, "choose vpp 2"), ("zb-v", 4, 3, "choose vpp 2"),
+    ("interleaved", 1, 2, "choose vpp 1"), ("interleaved", 2, 0, "choose 1 or more"),
+    ("1f1b", 16, 1, "choose pp 8 or less"),
+    ("interleaved", 8, 2, "choose pp 4 or less, or train.schedule 1f1b with vpp 1"),
+    ("zb-v", 8, 3, "choose pp 4 or less with vpp 2, or train.schedule 1f1b with vpp 1"),
+    ("zb-v", 16, 2, "choose pp 4 or less, or train.schedule 1f1b with vpp 1 and pp 8 or less"),
 ])
 def test_the_schedule_says_how_many_chunks_a_stage_has(schedule, pp, vpp, choice):
-    found = faults(2, f"train.schedule={schedule}", f"train.layout={{pp: {pp}, vpp: {vpp}}}",
-                   "model.spec.num_layers=8")
-    assert list(found) == ([] if choice is None else ["train.layout.vpp"])
-    assert choice is None or found["train.layout.vpp"].endswith(choice) or f"{choice} " in found["train.layout.vpp"]
+    tree = SPEC | {"model": {"spec": {"num_layers": 8}, "tokenizer": "words.model"}}
+    read = config(f"train.schedule={schedule}", f"train.layout={{pp: {pp}, vpp: {vpp}}}", tree=tree)
+    found = [str(fault) for fault in validate(read, 16)]
+    assert len(found) == (choice is not None)
+    assert choice is None or found[0].endswith(choice)
 
+
+def test_a_misspelt_schedule_is_one_fault():
+    with pytest.raises(ConfigError) as caught:
+        checked_config(SPEC | {"model": {"spec": {}, "tokenizer": __file__}},
+                       ["train.schedule=zbv", "train.layout={pp: 2, vpp: 2}"], 2, Command.TRAIN)
+    assert [str(fault) for fault in caught.value.faults] == [
+        "train.schedule = zbv: is not gpipe, 1f1b, interleaved, zb-h1 or zb-v; did you mean zb-v? It may be gpipe, "
+        "1f1b, interleaved, zb-h1 or zb-v"]
+
+
+def test_recomputation_stops_within_a_chunk():
+    key, most = "train.recompute_layers", "train.layout.pp=2"
+    full = ("train.recompute=full", most)
+    assert faults(2, *full, f"{key}=2") == {}
+    assert faults(2, *full, f"{key}=3")[key].endswith("more than 2 layers; choose 1 or 2, or null for all")
+    assert faults(2, *full, f"{key}=3", "train.layout.layers_per_stage=[1,3]") == {}
+    assert faults(2, *full, f"{key}=3", "model.critic.layout={pp: 1}") == {}  # the critic's only chunk has 4
 
 def test_who_only_scores_has_no_chunks_of_its_own():
     base = ["train.schedule=interleaved", "train.layout={pp: 2, vpp: 2}", "algorithm.kl.where=reward"]
@@ -90,7 +115,8 @@ def test_every_chunk_has_layers():
     assert faults(2, *base, f"{key}=[1,1,1,1]") == {}
     assert "each chunk of 2 stages x 2 chunks" in faults(2, *base, f"{key}=[2,2]")[key]
     message = faults(2, *base, "model.spec.num_layers=3")["train.layout.pp"]
-    assert "num_layers 3 cannot fill 2 stages x 2 chunks; choose pp 1 or less" in message
+    assert message.endswith("cannot fill 2 stages x 2 chunks of train.schedule interleaved; choose train.schedule "
+                            "1f1b with vpp 1")
 
 
 def test_a_token_budget_holds_the_longest_row():
