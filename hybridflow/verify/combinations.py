@@ -5,6 +5,7 @@ Pure Python: no tensor, no process group. What a combination is run on is `workl
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,11 +20,12 @@ from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.schedules.chunks import Chunks
 
 FEWEST = 60  # combinations of a selection, where there are as many
-VPP = 2
-MOST_CHUNKS = 8  # more would only make the models deeper
+MOST_CHUNKS = 12  # more would only make the models deeper
 TOKENS = MicroBatching(tokens=24)
 MICRO_BATCHES = (MicroBatching(rows=1), MicroBatching(rows=3), TOKENS)
 SMALL_BUCKET = 4096  # bytes, of main gradients
+ROWS = 7  # fewer than dp 8, and of no divisor but 1
+FAILED = (1, 4)  # rows without a score
 
 
 class TinyModel(Enum):
@@ -34,15 +36,37 @@ class TinyModel(Enum):
     CRITIC = "critic"  # Qwen3: norms of queries and keys, and a value head
 
 
+class Deep(Enum):
+    """Which chunk has two layers, where the others have one."""
+
+    FIRST = "deep-first"
+    MIDDLE = "deep-middle"
+    LAST = "deep-last"
+
+    def chunk(self, count: int) -> int:
+        """Of `count` chunks. Example: `Deep.MIDDLE.chunk(4) == 2`."""
+        return {Deep.FIRST: 0, Deep.MIDDLE: count // 2, Deep.LAST: count - 1}[self]
+
+
+class Offload(Enum):
+    """What waits on the host."""
+
+    NONE = "-"
+    OPTIMIZER = "optimizer"  # masters and moments, always
+    ROLE = "role"  # everything, between the turns of the role
+
+
 @dataclass(frozen=True)
 class Combination:
-    """One way to run one optimizer step.
+    """One way to run optimizer steps.
 
     Attributes:
         bucket_bytes: of main gradients at most in one reduction; None: any number.
-        layers: None for one more than there are chunks, so that they are uneven.
+        recompute_layers: of each chunk, where there is recomputation; None: all.
+        some_failed: two rows have no score, and are not trained.
+        layers: None for one more than there are chunks; see `deep`.
     Example: `str(Combination(Layout(2, 2), ScheduleKind.ZB_V, 2)) ==
-    "tp2 pp2 vpp2 cp1 dp1 zb-v - rows3 zero0 none actor all"`.
+    "tp2 pp2 vpp2 cp1 dp1 zb-v - rows3 zero0 none - actor all deep-first 7of7 -"`.
     """
 
     layout: Layout = Layout()
@@ -54,6 +78,10 @@ class Combination:
     recompute: Recompute = Recompute.NONE
     model: TinyModel = TinyModel.ACTOR
     bucket_bytes: int | None = None
+    recompute_layers: int | None = None
+    deep: Deep = Deep.FIRST
+    some_failed: bool = False
+    offload: Offload = Offload.NONE
     layers: int | None = None
 
     @property
@@ -64,34 +92,62 @@ class Combination:
     def num_layers(self) -> int:
         return self.chunks.count + 1 if self.layers is None else self.layers
 
+    @property
+    def layers_per_chunk(self) -> tuple[int, ...]:
+        """One for each chunk, and for the deep one what is left."""
+        count = self.chunks.count
+        deep = self.deep.chunk(count)
+        return tuple(1 + (self.num_layers - count) * (chunk == deep) for chunk in range(count))
+
     def cells(self) -> tuple[str, ...]:
         """One word for each axis."""
         layout, cut = self.layout, self.micro_batching
+        again = "-" if self.recompute is Recompute.NONE else "every" if self.recompute_layers is None else "first"
         return (f"tp{layout.tp}", f"pp{layout.pp}", f"vpp{self.vpp}", f"cp{layout.cp}", f"dp{layout.dp}",
                 self.schedule.value, "sp" if self.sequence_parallel else "-",
                 f"rows{cut.rows}" if cut.tokens is None else f"tokens{cut.tokens}", f"zero{self.zero_stage}",
-                self.recompute.value, self.model.value, "all" if self.bucket_bytes is None else "small")
+                self.recompute.value, again, self.model.value, "all" if self.bucket_bytes is None else "small",
+                self.deep.value, f"{ROWS - len(FAILED) * self.some_failed}of{ROWS}", self.offload.value)
 
     def __str__(self) -> str:
         return " ".join(self.cells())
 
 
-AXES = ("tp", "pp", "vpp", "cp", "dp", "schedule", "sp", "micro-batch", "zero", "recompute", "model", "buckets")
+AXES = ("tp", "pp", "vpp", "cp", "dp", "schedule", "sp", "micro-batch", "zero", "recompute", "layers", "model",
+        "buckets", "two in", "trained", "offload")
 
 
 def every(world: int) -> Iterator[Combination]:
-    """Every combination on exactly `world` ranks that differs in what it does."""
-    for layout, kind in product(layouts(world), ScheduleKind):
-        has_chunks = layout.pp > 1 and kind in (ScheduleKind.INTERLEAVED, ScheduleKind.ZB_V)
-        if kind is ScheduleKind.INTERLEAVED and layout.pp == 1:
-            continue  # is 1F1B
-        vpp = VPP if has_chunks else 1
-        if layout.pp * vpp > MOST_CHUNKS:
-            continue
+    """On exactly `world` ranks every combination of what makes the most difference, each with one choice of the rest.
+
+    The rest is drawn, the same on every machine: all of it with all of it would be a million.
+    """
+    draw = random.Random(world)
+    pick = lambda values: values[int(draw.random() * len(values))]  # noqa: E731
+    for layout, kind, vpp in shapes(world):
         sharded = (0, 1, 2) if layout.dp * layout.cp > 1 else (0,)
         for rest in product((False, True) if layout.tp > 1 else (False,), MICRO_BATCHES, sharded, Recompute, TinyModel,
                             (None, SMALL_BUCKET)):
-            yield Combination(layout, kind, vpp, *rest)
+            again = pick((None, 1)) if rest[3] is not Recompute.NONE else None
+            yield Combination(layout, kind, vpp, *rest, again, pick(deep_places(layout.pp * vpp)), pick((False, True)),
+                              pick(tuple(Offload)))
+
+
+def shapes(world: int) -> Iterator[tuple[Layout, ScheduleKind, int]]:
+    """Every layout of `world` ranks, schedule on it and number of chunks of a stage."""
+    for layout, kind in product(layouts(world), ScheduleKind):
+        if kind is ScheduleKind.INTERLEAVED:
+            numbers: tuple[int, ...] = (2, 3) if layout.pp > 1 else ()  # on one stage it is 1F1B
+        else:
+            numbers = (2,) if kind is ScheduleKind.ZB_V and layout.pp > 1 else (1,)
+        for vpp in numbers:
+            if layout.pp * vpp <= MOST_CHUNKS:
+                yield layout, kind, vpp
+
+
+def deep_places(count: int) -> tuple[Deep, ...]:
+    """Those that differ with `count` chunks."""
+    return tuple(Deep) if count > 2 else (Deep.FIRST, Deep.LAST)[:count]
 
 
 def layouts(world: int) -> list[Layout]:
@@ -139,7 +195,7 @@ def _cover(masks: list[int], without: set[int]) -> list[int]:
 
 def values(combination: Combination) -> tuple[str, ...]:
     """The value on every axis, and the layout as a whole."""
-    return (*combination.cells(), str(combination.layout))
+    return (*(f"{axis} {cell}" for axis, cell in zip(AXES, combination.cells())), str(combination.layout))
 
 
 def _masks(candidates: Sequence[Combination]) -> list[int]:

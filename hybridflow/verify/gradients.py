@@ -1,6 +1,6 @@
-"""The gradient that one combination gives: measured on each rank, and put together from all of them.
+"""What one combination gives, gradients above all: measured on each rank, and put together from all of them.
 
-Goes the way of a training run: `TrainedRole` cuts the batch, `TrainEngine` runs the schedule and reduces, and the
+Goes the way of a training run: `TrainedRole` cuts the batch, `TrainEngine` runs the schedule, reduces and steps, and
 gradients are read where the optimizer reads them. Whoever changes one of these verifies the change.
 """
 
@@ -12,22 +12,27 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hybridflow.batch import Batch
 from hybridflow.engine.native import TrainEngine
 from hybridflow.engine.options import EngineOptions, TrainOptions
 from hybridflow.packing import MicroBatching
 from hybridflow.parallel.box import Box
 from hybridflow.parallel.mesh import Grid, Mesh
-from hybridflow.parallel.optimizer import LrSchedule
+from hybridflow.parallel.optimizer import LrSchedule, StepInfo
 from hybridflow.parallel.optimizer_state import AdamWSettings
+from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.state_map import StateKind, state_map
 from hybridflow.parallel.world import World
 from hybridflow.trainer.roles import TrainedRole
-from hybridflow.verify.combinations import Combination
-from hybridflow.verify.workload import ROWS, SEED, head_of, loss_of, model_of, ragged_batch, reduction_of
+from hybridflow.verify.combinations import ROWS, Combination, Offload, TinyModel
+from hybridflow.verify.workload import SEED, head_of, loss_of, model_of, ragged_batch, reduction_of
 
 ALL_AT_ONCE = MicroBatching(rows=ROWS)
-FROZEN = LrSchedule(0.0)
 COPIES_DIFFER = 1e-10  # gradients here are of the order of 1
+LR = LrSchedule(0.3)
+# Of the gradients here, of norm 3 and more, clipping leaves elements of about 0.01. Beside this eps an update is nearly
+# in proportion to them (Adam's own, 1e-8, would hide any wrong factor) and so is its rounding.
+ADAMW = AdamWSettings(eps=0.1, weight_decay=0.1, clip_grad_norm=1.0)
 
 
 @dataclass(frozen=True)
@@ -36,24 +41,27 @@ class Step:
 
     Attributes:
         sums: of the loss, over all ranks.
-        grads: reduced gradients that this rank has, by the box of the canonical tensor.
+        tensors: that this rank has, by box: `answers` and `scores` before the step, reduced gradients before clipping
+            as `main_grad/NAME`, and weights after the step as NAME.
         reduced_bytes: that this rank put into reductions.
     """
 
     sums: dict[str, float]
     grad_norm: float
-    grads: dict[Box, np.ndarray]
+    tensors: dict[Box, np.ndarray]
     reduced_bytes: int
 
 
 def engine_of(mesh: Mesh, combination: Combination) -> TrainEngine:
     """The engine under test, its weights drawn. Collective."""
     options = EngineOptions(
-        torch.float64, combination.sequence_parallel, temperature=0.7, recompute=combination.recompute,
-        chunks=combination.chunks)
-    train = TrainOptions(combination.schedule, zero_stage=combination.zero_stage, bucket_bytes=combination.bucket_bytes)
+        torch.float64, combination.sequence_parallel, combination.layers_per_chunk, temperature=0.7,
+        chunks=combination.chunks, recompute=combination.recompute, recompute_layers=combination.recompute_layers,
+        offload=combination.offload is Offload.ROLE)
+    train = TrainOptions(combination.schedule, zero_stage=combination.zero_stage, bucket_bytes=combination.bucket_bytes,
+                         offload_optimizer=combination.offload is Offload.OPTIMIZER)
     engine = TrainEngine(model_of(combination), mesh, head_of(combination.model), options, train=train,
-                         adamw=AdamWSettings(clip_grad_norm=None), lr=FROZEN)
+                         adamw=ADAMW, lr=LR)
     engine.draw(SEED)
     return engine
 
@@ -77,29 +85,61 @@ OURS = Parts()
 def measure(world: World, combination: Combination, parts: Parts = OURS) -> list[Step]:
     """Two steps of one engine on one rank: with the combination's micro-batches, then all rows at once. Collective.
 
-    The learning rate is 0, so that both must give the same, and what the first one leaves behind shows in the second.
+    The second one is a step from the new weights, in which stale or wrong weights and what the first one left behind
+    show.
     """
-    mesh = Mesh(Grid.of(combination.layout), world)
-    engine = parts.engine(mesh, combination)
-    gradients = state_map(engine.shard_map, {world.rank: engine.grads.layout()}, (StateKind.MAIN_GRAD,))
+    engine = parts.engine(Mesh(Grid.of(combination.layout), world), combination)
+    engine.end_turn()
+    grads = _read_before_steps(engine)
+    batch = ragged_batch(world, combination.some_failed)
     steps = []
     for micro_batching in (combination.micro_batching, ALL_AT_ONCE):
         before = engine.grads.reduced_bytes
         role = parts.role(engine, combination, micro_batching)
-        update = role.update(ragged_batch(world), range(ROWS), loss_of(combination.model))
-        storages = engine.grads.storages()
-        grads = {shard.box: shard.view(storages).numpy().copy() for shard in gradients.shards(world.rank)}
-        steps.append(Step(update.sums, update.step.grad_norm, grads, engine.grads.reduced_bytes - before))
+        answers = _answers(role, batch, combination.model)
+        update = role.update(batch, range(ROWS), loss_of(combination.model))
+        with engine.on_device():
+            weights = _boxes(engine.shard_map, engine.storages, world.rank)
+        steps.append(Step(update.sums, update.step.grad_norm, answers | grads | weights,
+                          engine.grads.reduced_bytes - before))
     return steps
 
 
+def _read_before_steps(engine: TrainEngine) -> dict[Box, np.ndarray]:
+    """Filled with the reduced gradients whenever the optimizer begins a step, which clips them in place."""
+    rank = engine.mesh.world.rank
+    gradients = state_map(engine.shard_map, {rank: engine.grads.layout()}, (StateKind.MAIN_GRAD,))
+    step, read = engine.optimizer.step, {}
+
+    def read_and_step() -> StepInfo:
+        read.update(_boxes(gradients, engine.grads.storages(), rank))
+        return step()
+
+    engine.optimizer.step = read_and_step
+    return read
+
+
+def _answers(role: TrainedRole, batch: Batch, model: TinyModel) -> dict[Box, np.ndarray]:
+    """Of each response token, at home; a critic is asked for a score of each row too, as a reward model is."""
+    answers = role.answer_tokens(batch).numpy()
+    found = {Box("answers", (0,), answers.shape): answers} if answers.size else {}
+    if model is TinyModel.CRITIC:
+        found[Box("scores", (0,), (ROWS,))] = role.score_rows(batch).numpy()
+    return found
+
+
+def _boxes(shards: ShardMap, storages: Mapping[str, torch.Tensor], rank: int) -> dict[Box, np.ndarray]:
+    # Cloned first: memory that numpy has seen cannot be moved to the host.
+    return {shard.box: shard.view(storages).clone().numpy() for shard in shards.shards(rank)}
+
+
 def whole(by_rank: Sequence[Mapping[Box, np.ndarray]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Canonical gradients from the boxes of all ranks; NaN where no rank has anything, copies differ or one is NaN."""
+    """Canonical tensors from the boxes of all ranks; NaN where no rank has anything, copies differ or one is NaN."""
     found = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
     differ = {name: np.zeros(shape, dtype=bool) for name, shape in shapes.items()}
     for boxes in by_rank:
-        for box, grad in boxes.items():
+        for box, part in boxes.items():
             place = found[box.name][box.slices]
-            differ[box.name][box.slices] |= (np.abs(place - grad) > COPIES_DIFFER) | np.isnan(grad)
-            place[...] = grad
-    return {name: np.where(differ[name], np.nan, grad) for name, grad in found.items()}
+            differ[box.name][box.slices] |= (np.abs(place - part) > COPIES_DIFFER) | np.isnan(part)
+            place[...] = part
+    return {name: np.where(differ[name], np.nan, tensor) for name, tensor in found.items()}

@@ -17,8 +17,9 @@ from hybridflow.parallel.world import World
 from hybridflow.verify.combinations import AXES, Combination
 from hybridflow.verify.gradients import OURS, Parts, Step, measure, whole
 
-MOST = 1e-9  # largest difference of any gradient, in fp64
+MOST = 1e-9  # largest difference of any number, in fp64
 TIMEOUT_S = 60.0
+WHEN = ("in step 1", "in step 2")
 PRELOAD = ("hybridflow.verify.gradients",)
 
 
@@ -27,11 +28,11 @@ class Verdict:
     """What became of one combination.
 
     Attributes:
-        absolute: largest difference of any element of a gradient, over both steps; NaN where one is missing or its
-            copies differ.
+        absolute: largest difference of any element of a gradient, weight or answer, up to the first step that is
+            wrong; NaN where one is missing or its copies differ.
         relative: the same to the largest element of that tensor.
         scalars: largest relative difference of the loss's sums and of the gradient norm.
-        worst: name of the tensor with the largest difference.
+        worst: the tensor with the largest difference, and when.
         same_bytes: whether reductions had as many bytes for any number of micro-batches.
         crash: what a rank raised; None where all ended.
     """
@@ -77,31 +78,38 @@ class Alone:
 
     def __init__(self) -> None:
         self._world = World.single(torch.device("cpu"))
-        self._known: dict[Combination, Step] = {}
+        self._known: dict[Combination, list[Step]] = {}
 
-    def expected(self, combination: Combination) -> Step:
-        """The step that every combination on this model must give."""
-        plain = Combination(model=combination.model, layers=combination.num_layers)
+    def expected(self, combination: Combination) -> list[Step]:
+        """The steps that every combination on this model and these rows must give."""
+        plain = Combination(model=combination.model, some_failed=combination.some_failed,
+                            layers=combination.num_layers)
         if plain not in self._known:
-            self._known[plain] = measure(self._world, plain)[0]
+            self._known[plain] = measure(self._world, plain)
         return self._known[plain]
 
 
-def verdict(combination: Combination, expected: Step, by_rank: Sequence[Sequence[Step]]) -> Verdict:
-    """Hold what all ranks gave against what one process gave."""
-    shapes = {box.name: grad.shape for box, grad in expected.grads.items()}
-    wanted = {box.name: grad for box, grad in expected.grads.items()}
-    worst = Verdict(combination, absolute=0.0, relative=0.0, scalars=0.0)
-    for steps in zip(*by_rank, strict=True):
-        found = whole([step.grads for step in steps], shapes)
-        for name, grad in wanted.items():
-            difference = float(np.abs(found[name] - grad).max())
-            if not difference <= worst.absolute and not np.isnan(worst.absolute):  # a NaN, once there, stays
-                worst = replace(worst, absolute=difference, worst=name)
-            worst = replace(worst, relative=np.maximum(worst.relative, difference / float(np.abs(grad).max())))
-        worst = replace(worst, scalars=max(worst.scalars, *(_scalars_differ(step, expected) for step in steps)))
-    same = all(first.reduced_bytes == second.reduced_bytes for first, second in by_rank)
-    return replace(worst, same_bytes=same)
+def verdict(combination: Combination, expected: Sequence[Step], by_rank: Sequence[Sequence[Step]]) -> Verdict:
+    """Hold what all ranks gave, by step, against what one process gave."""
+    same = all(len({step.reduced_bytes for step in steps}) == 1 for steps in by_rank)
+    worst = Verdict(combination, absolute=0.0, relative=0.0, scalars=0.0, same_bytes=same)
+    for when, wanted, steps in zip(WHEN, expected, zip(*by_rank, strict=True), strict=True):
+        worst = _compare(worst, when, wanted, steps)
+        if not worst.right:  # all that follows is wrong too
+            break
+    return worst
+
+
+def _compare(worst: Verdict, when: str, wanted: Step, steps: Sequence[Step]) -> Verdict:
+    """`worst` with the differences of one step, which all ranks have taken."""
+    shapes = {box.name: tensor.shape for box, tensor in wanted.tensors.items()}
+    found = whole([step.tensors for step in steps], shapes)
+    for box, tensor in wanted.tensors.items():
+        difference = float(np.abs(found[box.name] - tensor).max())
+        if not difference <= worst.absolute and not np.isnan(worst.absolute):  # a NaN, once there, stays
+            worst = replace(worst, absolute=difference, worst=f"{box.name} {when}")
+        worst = replace(worst, relative=np.maximum(worst.relative, difference / float(np.abs(tensor).max())))
+    return replace(worst, scalars=max(worst.scalars, *(_scalars_differ(step, wanted) for step in steps)))
 
 
 def _scalars_differ(step: Step, expected: Step) -> float:
@@ -129,9 +137,9 @@ def report(verdicts: Iterator[Verdict], total: int, say: Callable[[str], None]) 
     for verdict in wrong:
         if verdict.crash is not None:
             say(f"\n{verdict.combination}\n{verdict.crash}")
-    say(f"{total - len(wrong)} of {total} combinations give the gradient of one process. "
+    say(f"{total - len(wrong)} of {total} combinations give the answers, gradients and weights of one process. "
         f"Largest difference {largest:.1e}, allowed {MOST:.0e}.")
     return len(wrong)
 
 
-WIDTHS = (3, 3, 4, 3, 3, 11, 2, 8, 5, 9, 6, 5)
+WIDTHS = (3, 3, 4, 3, 3, 11, 2, 8, 5, 9, 5, 6, 5, 11, 4, 9)

@@ -5,6 +5,7 @@ Owns the fixtures, in fp64. Batches are made of plain random numbers, the same o
 
 from __future__ import annotations
 
+import math
 import random
 
 import torch
@@ -19,9 +20,8 @@ from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.models.config import Family, Head, ModelConfig
 from hybridflow.parallel.world import World
 from hybridflow.trainer.roles import Reduction
-from hybridflow.verify.combinations import Combination, TinyModel
+from hybridflow.verify.combinations import FAILED, ROWS, Combination, TinyModel
 
-ROWS = 7  # fewer than dp 8, and of no divisor but 1
 VOCAB = 37
 SEED = 7
 ACTOR = ActorObjective(Clip(0.2, 0.3, dual=2.0), entropy_coef=0.01, kl_estimator=KlEstimator.K3, kl_coef=0.1)
@@ -55,8 +55,12 @@ def loss_of(model: TinyModel) -> Loss:
     return lambda out, columns: ACTOR(out.log_probs, out.entropy, columns)
 
 
-def ragged_batch(world: World) -> Batch:
-    """Rows of 1-5 prompt and 1-6 response tokens, every one at home on rank 0 so that all must travel."""
+def ragged_batch(world: World, some_failed: bool = False) -> Batch:
+    """Rows of 1-5 prompt and 1-6 response tokens, every one at home on rank 0 so that all must travel.
+
+    Args:
+        some_failed: the rewards of `FAILED` are not there, so that these rows are not trained.
+    """
     draw = random.Random(SEED)
     ids = lambda most: tuple(draw.randrange(VOCAB) for _ in range(draw.randint(1, most)))  # noqa: E731
     samples = tuple(Sample(ids(5), ids(6)) for _ in range(ROWS))
@@ -66,6 +70,11 @@ def ragged_batch(world: World) -> Batch:
     old, ref, advantages, returns, values = torch.randn(5, targets, generator=generator, dtype=torch.float64)
     columns = TokenColumns(old_log_probs=old - 3, ref_log_probs=ref - 3, rollout_log_probs=old - 3,
                            advantages=advantages, returns=returns, old_values=values)
+    scores = None
+    if some_failed:
+        scores = torch.zeros(ROWS, dtype=torch.float64).index_fill(0, torch.tensor(FAILED), math.nan)
+        trained = [float(row not in FAILED) for row, sample in enumerate(mine) for _ in sample.response]
+        columns = columns.with_columns(loss_mask=torch.tensor(trained, dtype=torch.float64))
     home = (tuple(range(ROWS)), *((),) * (world.size - 1))
     return Batch(tuple(len(sample.prompt) for sample in samples), tuple(len(sample.response) for sample in samples),
-                 tuple(range(ROWS)), home, mine, columns)
+                 tuple(range(ROWS)), home, mine, columns, scores)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from hybridflow.algorithms.reduction import GlobalCounts
 from hybridflow.batch import Rows
-from hybridflow.engine.native import Loss, TrainEngine, Update
+from hybridflow.engine.native import Loss, Output, TrainEngine, Update
+from hybridflow.micro_batch import MicroBatch
+from hybridflow.models.decoder import HeadOutput
 from hybridflow.parallel.mesh import Mesh
+from hybridflow.parallel.pipeline import Lane
+from hybridflow.parallel.weight_grads import WeightWork
 from hybridflow.trainer.roles import TrainedRole, response_counts
 from hybridflow.verify.combinations import Combination
 from hybridflow.verify.gradients import engine_of
@@ -67,6 +72,92 @@ def never_zeroed(mesh: Mesh, combination: Combination) -> TrainEngine:
             bucket.share.copy_(share)
 
     engine.grads.zero = keep
+    return engine
+
+
+def update_dropped(mesh: Mesh, combination: Combination) -> TrainEngine:
+    """Steps without moving a weight."""
+    engine = engine_of(mesh, combination)
+    engine.optimizer._update = lambda factor, lr: None
+    return engine
+
+
+def gather_lost(mesh: Mesh, combination: Combination) -> TrainEngine:
+    """ZeRO without the all-gather: a rank has its own share of the new weights alone."""
+    engine = engine_of(mesh, combination)
+
+    def update_only(updates: Sequence[Callable[[], None]]) -> None:
+        for update in updates:
+            update()
+
+    engine.optimizer._gather = update_only
+    return engine
+
+
+def not_decayed(mesh: Mesh, combination: Combination) -> TrainEngine:
+    """Forgets the weight decay of what is in this rank's first decayed bucket."""
+    engine = engine_of(mesh, combination)
+    share = next(share for share in engine.optimizer.shares if share.bucket.decay)
+    share.adam.param_groups[0]["weight_decay"] = 0.0
+    return engine
+
+
+def clipped_by_own_norm(mesh: Mesh, combination: Combination) -> TrainEngine:
+    """Every stage clips by the norm of its own gradients, and logs the right one."""
+    engine = engine_of(mesh, combination)
+    optimizer, update = engine.optimizer, engine.optimizer._update
+
+    def update_by_own_norm(factor: float, lr: float) -> None:
+        own = sum(float(bucket.share.square().sum()) for bucket in engine.grads.buckets) ** 0.5
+        update(optimizer._clip_factor(own), lr)
+
+    optimizer._update = update_by_own_norm
+    return engine
+
+
+def only_first_layers(mesh: Mesh, combination: Combination) -> TrainEngine:
+    """Runs the first layer alone of every chunk but the first."""
+    engine = engine_of(mesh, combination)
+    layers = engine.stage.chunk_layers
+    engine.stage.chunk_layers = {chunk: layers[chunk][:1] if chunk else layers[chunk] for chunk in layers}
+    return engine
+
+
+def answers_one_target_late(mesh: Mesh, combination: Combination) -> TrainEngine:
+    """Gives each target the answer of the one before; training is right."""
+    engine = engine_of(mesh, combination)
+    forward = engine.forward
+
+    def late(micro_batches: Sequence[MicroBatch], trace: Lane | None = None) -> list[Output]:
+        return [out.roll(1) if isinstance(out, Tensor) else HeadOutput(out.log_probs.roll(1), out.entropy)
+                for out in forward(micro_batches, trace)]
+
+    engine.forward = late
+    return engine
+
+
+def last_weight_work_dropped(mesh: Mesh, combination: Combination) -> TrainEngine:
+    """Never runs the last W of each step."""
+    engine = engine_of(mesh, combination)
+    train, run = engine.train, engine.weight_grads.run
+    left = [0]
+
+    def train_counted(micro_batches: Sequence[MicroBatch], loss: Loss, **more) -> Update:
+        left[0] = len(micro_batches) * combination.vpp
+        return train(micro_batches, loss, **more)
+
+    def run_but_last(kept: list[WeightWork]) -> None:
+        left[0] -= 1
+        run(kept if left[0] else [])
+
+    engine.train, engine.weight_grads.run = train_counted, run_but_last
+    return engine
+
+
+def context_not_summed(mesh: Mesh, combination: Combination) -> TrainEngine:
+    """Sums gradients over dp only: each part of the context keeps its own."""
+    engine = engine_of(mesh, combination)
+    engine.grads.data = mesh._axis(lambda c: (c.tp, c.pp, c.cp), "without the context")
     return engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ from hybridflow.models.recompute import Recompute
 from hybridflow.parallel.box import Box
 from hybridflow.parallel.mesh import Layout
 from hybridflow.parallel.schedules.builders import ScheduleKind
-from hybridflow.verify.combinations import MICRO_BATCHES, TOKENS, Combination, TinyModel
+from hybridflow.verify.combinations import MICRO_BATCHES, TOKENS, Combination, Deep, Offload, TinyModel
 from hybridflow.verify.gradients import OURS, Parts, Step, whole
 from hybridflow.verify.matrix import report, verdict, verify
 from tests.verify import faulty
@@ -20,8 +21,10 @@ TP4 = Combination(Layout(4), sequence_parallel=True, micro_batching=TOKENS, buck
 PP2 = Combination(Layout(pp=2, dp=2), ScheduleKind.INTERLEAVED, 2, zero_stage=1, model=TinyModel.TIED,
                   micro_batching=MICRO_BATCHES[0])
 CP2 = Combination(Layout(pp=2, cp=2), ScheduleKind.ZB_V, 2, zero_stage=2, recompute=Recompute.FULL,
-                  model=TinyModel.CRITIC)
-RIGHT = (TP4, PP2, CP2)
+                  model=TinyModel.CRITIC, recompute_layers=1, deep=Deep.LAST, some_failed=True)
+ZB = Combination(Layout(tp=2, pp=2), ScheduleKind.ZB_H1, deep=Deep.LAST, offload=Offload.ROLE)
+CP4 = Combination(Layout(cp=2, dp=2), offload=Offload.OPTIMIZER, zero_stage=1)
+RIGHT = (TP4, PP2, CP2, ZB, CP4)
 
 
 def verdicts(parts: Parts, *combinations: Combination) -> list:
@@ -31,10 +34,10 @@ def verdicts(parts: Parts, *combinations: Combination) -> list:
 def test_our_engine_is_right_on_any_cut_and_says_so():
     lines: list[str] = []
     found = verdicts(OURS, *RIGHT)
-    assert [one.fault for one in found] == ["", "", ""]
+    assert [one.fault for one in found] == [""] * 5
     assert all(one.right and one.absolute < 1e-12 for one in found)
-    assert report(iter(found), 3, lines.append) == 0
-    assert "3 of 3 combinations" in lines[-1]
+    assert report(iter(found), 5, lines.append) == 0
+    assert "5 of 5 combinations" in lines[-1]
     assert all(str(one).split()[5] in line for one, line in zip(RIGHT, lines[1:]))
 
 
@@ -44,14 +47,23 @@ def test_our_engine_is_right_on_any_cut_and_says_so():
     (Parts(engine=faulty.tied_summed_twice), (PP2,), TP4),
     (Parts(engine=faulty.kv_counted_twice), (TP4,), PP2),
     (Parts(engine=faulty.never_zeroed), (TP4, PP2), None),
-], ids=["missed division", "mean of means", "double reduce of a tied weight", "replicated heads twice", "not zeroed"])
+    (Parts(engine=faulty.update_dropped), (TP4, CP4), None),
+    (Parts(engine=faulty.gather_lost), (PP2, CP4), TP4),
+    (Parts(engine=faulty.not_decayed), (PP2, CP4), None),
+    (Parts(engine=faulty.clipped_by_own_norm), (ZB,), None),
+    (Parts(engine=faulty.only_first_layers), (CP2, ZB), PP2),
+    (Parts(engine=faulty.answers_one_target_late), (TP4, CP2), None),
+    (Parts(engine=faulty.last_weight_work_dropped), (CP2, ZB), PP2),
+    (Parts(engine=faulty.context_not_summed), (replace(CP4, zero_stage=0),), PP2),
+], ids=["missed division", "mean of means", "double reduce of a tied weight", "replicated heads twice", "not zeroed",
+        "no update", "no all-gather of weights", "no weight decay", "clipped by a part", "one layer of each chunk",
+        "answers shifted", "a W is missing", "no sum over the context"])
 def test_a_planted_fault_is_found(parts: Parts, wrong: tuple[Combination, ...], unharmed: Combination | None):
-    for one in verdicts(parts, *wrong):
+    found = verdicts(parts, *wrong, *(() if unharmed is None else (unharmed,)))
+    for one in found[:len(wrong)]:
         assert not one.right and not one.absolute <= 1e-9 and one.crash is None, one
-        assert one.worst, one
-    if unharmed is not None:
-        [one] = verdicts(parts, unharmed)
-        assert one.right, one
+        assert " in step " in one.worst, one
+    assert all(one.right for one in found[len(wrong):]), found
 
 
 def test_a_crash_is_a_row_and_the_next_combination_runs():
@@ -65,8 +77,8 @@ def test_a_crash_is_a_row_and_the_next_combination_runs():
 def step(value: float, norm: float = 1.0, loss: float = 2.0, at: tuple[int, int] = (0, 4), size: int = 8,
          others: tuple[str, ...] = ()) -> Step:
     """What is under test is `w`; the `others` are right."""
-    grads = {Box("w", at[:1], at[1:]): np.full(at[1] - at[0], value)}
-    return Step({"loss": loss}, norm, grads | {Box(name, (0,), (3,)): np.ones(3) for name in others}, size)
+    tensors = {Box("w", at[:1], at[1:]): np.full(at[1] - at[0], value)}
+    return Step({"loss": loss}, norm, tensors | {Box(name, (0,), (3,)): np.ones(3) for name in others}, size)
 
 
 @pytest.mark.parametrize("others", [(), ("a",), ("a", "z")], ids=str)
@@ -74,26 +86,28 @@ def test_what_is_compared(others: tuple[str, ...]):
     make = partial(step, others=others)
     alone = make(1.0)
     right = [make(1.0, at=(0, 2)), make(1.0, at=(2, 4))]
-    judge = lambda *ranks: verdict(Combination(), alone, [[one, one] for one in ranks])  # noqa: E731
+    judge = lambda *ranks: verdict(Combination(), [alone, alone], [[one, one] for one in ranks])  # noqa: E731
     assert judge(*right).right
     assert judge(make(1.0), *right).right, "copies agree"
-    assert judge(right[0]).fault == "w", "a missing part"
-    assert judge(make(1.0 + 2e-9)).fault == "w"
-    assert judge(make(np.nan)).fault == "w"
-    assert judge(make(np.nan), make(1.0)).fault == judge(make(1.0), make(np.nan)).fault == "w", "one copy is NaN"
-    assert judge(make(1.0), make(1.0 + 5e-10)).fault == "w", "copies differ"
+    assert judge(right[0]).fault == "w in step 1", "a missing part"
+    assert judge(make(1.0 + 2e-9)).fault == "w in step 1"
+    assert judge(make(np.nan)).fault == "w in step 1"
+    assert judge(make(np.nan), make(1.0)).fault == "w in step 1", "one copy is NaN"
+    assert judge(make(1.0), make(np.nan)).fault == "w in step 1"
+    assert judge(make(1.0), make(1.0 + 5e-10)).fault == "w in step 1", "copies differ"
     assert judge(make(1.0, norm=1.1)).fault == judge(make(1.0, loss=np.nan)).fault == "loss sums or gradient norm"
-    assert verdict(Combination(), alone, [[alone, make(1.0, size=9)]]).fault.startswith("reduced bytes")
-    assert verdict(Combination(), alone, [[alone, make(3.0)]]).fault == "w", "the second step"
-    assert verdict(Combination(), alone, [[make(np.nan), alone]]).fault == "w", "the first step, the second is right"
+    assert verdict(Combination(), [alone, alone], [[alone, make(1.0, size=9)]]).fault.startswith("reduced bytes")
+    assert verdict(Combination(), [alone, alone], [[alone, make(3.0)]]).fault == "w in step 2", "the second step"
+    assert verdict(Combination(), [alone, alone], [[make(1.1), make(9.0)]]).fault == "w in step 1", "the first fault"
+    assert verdict(Combination(), [alone, alone], [[make(np.nan), alone]]).fault == "w in step 1", "then a right one"
 
 
 def test_a_tensor_that_no_rank_has_is_wrong_wherever_it_stands():
     alone = step(1.0, others=("a", "z"))
     for name in ("a", "w", "z"):
-        lacking = Step(alone.sums, alone.grad_norm, {box: g for box, g in alone.grads.items() if box.name != name}, 8)
-        found = verdict(Combination(), alone, [[lacking, lacking]])
-        assert not found.right and found.fault == name and np.isnan(found.absolute)
+        lacking = Step(alone.sums, alone.grad_norm, {box: g for box, g in alone.tensors.items() if box.name != name}, 8)
+        found = verdict(Combination(), [alone, alone], [[lacking, lacking]])
+        assert not found.right and found.fault == f"{name} in step 1" and np.isnan(found.absolute)
 
 
 def test_a_copy_that_differs_is_not_hidden_by_the_next():
