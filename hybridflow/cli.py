@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from hybridflow.parallel.place import launched_place
 
 EXIT_CONFIG = 2  # argparse's own code for a wrong command line
 EXIT_INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
+EXIT_UNREAD = 141
 OTHERS_WAIT_S = 10.0
 HELP = {
     Command.TRAIN: "reinforcement learning: generate, score, train, again",
@@ -41,13 +43,27 @@ every key:         python -m hybridflow keys
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0; 2 for a fault in the command line, launch or config; 130."""
+    """Run one command. Returns the exit code: 0; 2 for a fault in the command line, launch or config; 130; 141."""
     arguments = parsed(argv)
     try:
-        return run(arguments)
+        code = run(arguments)
+        sys.stdout.flush()  # so that a reader who has gone is met here
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # another pipe's is no reason to be silent
+        if not _reader_has_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end
+        return EXIT_UNREAD
+
+
+def _reader_has_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors are always told
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def run(arguments: argparse.Namespace) -> int:

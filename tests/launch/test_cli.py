@@ -90,6 +90,26 @@ def test_an_interrupt_is_one_line_and_130(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "interrupted\n")
 
 
+@pytest.mark.parametrize("arguments", [["keys"], ["metrics"], ["verify", "--list"]])
+def test_a_reader_who_goes_early_ends_it_quietly(arguments):
+    command = [sys.executable, "-m", "hybridflow", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        started.stdout.close()
+        assert (started.stderr.read(), started.wait(timeout=120)) == ("", 141)
+
+
+def test_the_end_of_another_pipe_is_told(monkeypatch):
+    def broken(*_):
+        raise BrokenPipeError("a worker has gone")
+
+    monkeypatch.setattr(cli, "checked_config", broken)
+    read, write = os.pipe()
+    with os.fdopen(read), os.fdopen(write, "w") as output, monkeypatch.context() as patched:
+        patched.setattr(cli.sys, "stdout", output)
+        with pytest.raises(BrokenPipeError, match="a worker"):
+            cli.main(["train", "x.yaml"])
+
+
 def test_rank_0_speaks_first_and_the_others_wait(monkeypatch, capsys):
     waits = []
     monkeypatch.setattr(cli.time, "sleep", waits.append)
