@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from hybridflow.commands.job import Job
-from hybridflow.config.batch_math import sft_line
+from hybridflow.config.batch_math import layout_table, sft_line
+from hybridflow.config.command import Command
 from hybridflow.config.schema import Config
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import DataSplit, prompt_text
@@ -15,6 +16,7 @@ from hybridflow.data.sft import SftLoader, sft_pairs
 from hybridflow.data.token_rows import Overlong
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.parallel.world import World
+from hybridflow.trainer.activations import activation_line
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.prompts import held_out_prompts, read_records, require_same
 from hybridflow.trainer.run import Run, RunParts
@@ -41,6 +43,8 @@ def _run(inputs: Inputs, records: DataSplit, loader: SftLoader, held_out: tuple[
         if world.rank == 0 and _makes_tokenizer(config):
             inputs.tokenizer.save(Path(config.model.tokenizer).parent)
         whole.view.say(sft_line(config, world.size))
+        whole.view.say(layout_table(config, world.size, Command.SFT))
+        whole.view.say(activation_line(config, world.size, trainer.model, command=Command.SFT))
         if loader.num_dropped:
             whole.view.say(f"{loader.num_dropped} of {len(records.train)} pairs are too long and were dropped.")
         whole.fit(RunParts(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridflow.config.layouts import LEARNING, Role, generation_layout, layout_key, role_layout, roles
+from hybridflow.config.command import Command
+from hybridflow.config.layouts import LEARNING, Role, generation_layout, layout_key, role_layout, used_roles
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 from hybridflow.packing import MicroBatching, ceil_div
@@ -135,13 +136,14 @@ def sft_line(config: Config, world_size: int) -> str:
             f"{math.share_line()}")
 
 
-def layout_table(config: Config, world_size: int) -> str:
+def layout_table(config: Config, world_size: int, command: Command = Command.TRAIN) -> str:
     """A line for each role: its degrees on `world_size` ranks, its micro-batches, and the key that says so."""
+    answers = command is not Command.SFT or config.evaluation.every_steps is not None
     rows = [("role", "tp", "cp", "pp", "dp", "sequence parallel", "at once", "set by")]
-    for role in roles(config):
+    for role in used_roles(config, command):
         layout = role_layout(config, role, world_size)
-        rows.append(_row(role.value, layout, _at_once(config, role), layout_key(config, role)))
-        if role is Role.ACTOR:
+        rows.append(_row(role.value, layout, _at_once(config, role, command), layout_key(config, role)))
+        if role is Role.ACTOR and answers:
             rows.append(_row("actor, generating", generation_layout(config, world_size), "-", "generation.layout"))
     return aligned(rows)
 
@@ -169,6 +171,7 @@ def _row(name: str, layout: LayoutConfig, at_once: str, key: str) -> tuple[str, 
     return (name, str(layout.tp), str(layout.cp), stages, str(layout.dp), split, at_once, key)
 
 
-def _at_once(config: Config, role: Role) -> str:
-    trained = f"{trained_at_once(config)} trained, " if role in LEARNING else ""
-    return f"{trained}{scored_at_once(config)} scored"
+def _at_once(config: Config, role: Role, command: Command) -> str:
+    trained = [f"{trained_at_once(config)} trained"] if role in LEARNING else []
+    scored = [] if trained and command is Command.SFT else [f"{scored_at_once(config)} scored"]
+    return ", ".join(trained + scored)

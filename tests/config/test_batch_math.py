@@ -1,6 +1,7 @@
 """Case 28, short updates, and the table of layouts."""
 
 from hybridflow.config.batch_math import BatchMath, layout_table, scored_at_once, sft_line, trained_at_once
+from hybridflow.config.command import Command
 from hybridflow.config.layouts import Role, generation_layout, role_layout, roles, token_multiple
 from hybridflow.packing import MicroBatching
 from tests.config.builders import config
@@ -112,6 +113,17 @@ def test_the_table_has_a_line_for_each_role():
     table = layout_table(config("train.layout={cp: 2, pp: 2, vpp: 2}", "train.micro_batch_tokens=999"), 8)
     assert " ".join(table.splitlines()[1].split()) == (
         "actor 1 2 2 x 2 chunks 2 no 999 tokens trained, 999 tokens scored train.layout")
+
+
+def test_the_table_of_supervised_training_has_the_roles_that_it_needs():
+    def cells(*overrides):
+        table = layout_table(config("train.micro_batch_size=1", *overrides), 2, Command.SFT)
+        return [" ".join(line.split()) for line in table.splitlines()[1:]]
+
+    actor = "actor 1 1 1 2 no 1 row trained train.layout"
+    assert cells() == [actor, "actor, generating 1 1 1 2 no - generation.layout"]
+    assert cells("evaluation.every_steps=null") == [actor]
+    assert cells("model.reward_model.path=m")[-1] == "reward 1 1 1 2 no 1 row scored train.layout"
 
 
 def test_the_line_of_supervised_training():
