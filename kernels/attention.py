@@ -1,4 +1,9 @@
-"""Causal softmax attention over rectangles of rows, with grouped key-value heads. Knows tensors only."""
+"""Causal softmax attention over rectangles of rows, with grouped key-value heads. Knows tensors only.
+
+For packed rows without rectangles torch 2.13 has `torch.nn.attention.varlen.varlen_attn` (flash on CUDA in 16 bits only,
+causal as `window_size=(-1, 0)`, with a backward). It is not used: it has no form for a CPU or for fp32, and has not
+been held to the reference here.
+"""
 
 from __future__ import annotations
 

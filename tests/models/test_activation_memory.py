@@ -27,6 +27,7 @@ CONFIG = ModelConfig(Family.LLAMA, 67, 32, 48, num_layers=4, num_heads=4, num_kv
 RICH = replace(CONFIG, qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True, tie_word_embeddings=True)
 EQUAL = [Sample((3, 4, 1), (5, 9)), Sample((4,), (6, 8, 1, 1))]
 RAGGED = [Sample((5, 9, 3), (7, 2)), Sample((4,), (6, 8, 1)), Sample((10, 11), (12,))]
+SKEWED = [Sample((7,) * length, (8,)) for length in (2, 900, 40, 3, 1000, 260)]  # three rectangles
 LONG = [Sample(tuple(range(60)), (1, 2, 3))]
 ONE = [Sample((3,), ())]
 RECOMPUTES = [(Recompute.NONE, None), (Recompute.SELECTIVE, None), (Recompute.FULL, None), (Recompute.FULL, 1),
@@ -78,7 +79,7 @@ def assert_exact(found):
 @pytest.mark.parametrize(("recompute", "layers"), RECOMPUTES)
 def test_one_rank(config, dtype, recompute, layers):
     world = World.single(torch.device("cpu"))
-    for samples in (EQUAL, RAGGED, LONG, ONE, []):
+    for samples in (EQUAL, RAGGED, SKEWED, LONG, ONE, []):
         for head in (Head.LANGUAGE_MODEL, Head.VALUE):
             assert_exact(measured(world, Layout(), Chunks(1, 2), config, head, dtype, False, samples, recompute,
                                   layers))

@@ -27,6 +27,7 @@ CONFIG = ModelConfig(Family.LLAMA, 67, 32, 48, num_layers=4, num_heads=4, num_kv
 RICH = replace(CONFIG, qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True, tie_word_embeddings=True)
 ROWS = {
     "ragged": [Sample((5, 9, 3), (7, 2)), Sample((4,), (6, 8, 1)), Sample((10, 11), (12,))],
+    "skewed": [Sample((7, 3) * (length // 2), (8, 5)) for length in (2, 700, 40, 4, 600)],  # two rectangles
     "equal": [Sample((3, 4, 1), (5, 9)), Sample((4,), (6, 8, 1, 1))],
     "long": [Sample(tuple(range(60)), (1, 2, 3))],
     "one": [Sample((3,), (4,)), Sample((5,), ())],
@@ -127,8 +128,9 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize(("rows", "calls_a_layer"), [("ragged", 1), ("skewed", 2)])
 @pytest.mark.parametrize("with_weight_grads", [False, True])
-def test_selective_repeats_no_product(with_weight_grads):
+def test_selective_repeats_no_product(with_weight_grads, rows, calls_a_layer):
     """Neither matrix products nor attention run twice; a full recomputation runs all but nothing behind `down`."""
     counts = {}
     for recompute in Recompute:
@@ -137,7 +139,7 @@ def test_selective_repeats_no_product(with_weight_grads):
             weight_grads = WeightGrads()
             for weight in attach(stage, weight_grads):
                 weight_grads.register(weight, lambda size=weight.shape: torch.zeros(size), lambda: None)
-        total = answers(stage, pack("ragged", stage))
+        total = answers(stage, pack(rows, stage))
         with Calls() as calls:
             total.backward()
         counts[recompute] = [calls.count[name] + calls.count[other] for name, other in (
@@ -145,7 +147,7 @@ def test_selective_repeats_no_product(with_weight_grads):
     none, selective, full = counts.values()
     assert selective[:2] == none[:2] and selective[2] == none[2] + 4
     products = 4 if with_weight_grads else 3  # torch's own product is not run to learn that its input is there
-    assert full == [none[0] + 4 * products, none[1] + 4, none[2] + 4]
+    assert full == [none[0] + 4 * products, none[1] + 4 * calls_a_layer, none[2] + 4]
 
 
 def test_nothing_is_wrapped_without_a_gradient(monkeypatch):
