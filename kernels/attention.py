@@ -1,8 +1,8 @@
 """Causal softmax attention over rectangles of rows, with grouped key-value heads. Knows tensors only.
 
-For packed rows without rectangles torch 2.13 has `torch.nn.attention.varlen.varlen_attn` (flash on CUDA in 16 bits only,
-causal as `window_size=(-1, 0)`, with a backward). It is not used: it has no form for a CPU or for fp32, and has not
-been held to the reference here.
+For packed rows without rectangles torch 2.13 has `torch.nn.attention.varlen.varlen_attn`: flash attention on CUDA in 16
+bits alone, causal by `window_size=(-1, 0)`, with a backward. It is not used: it has no form for a CPU or for fp32, and
+nobody has held it to the reference here.
 """
 
 from __future__ import annotations
