@@ -1,4 +1,4 @@
-"""`hybridflow verify`: that every layout, schedule and cut of a batch gives the gradient of one process."""
+"""`hybridflow verify`: that every layout, schedule and cut of a batch gives the answers and steps of one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from functools import partial
 
-HELP = "check on this host that no layout, schedule or micro-batch changes a gradient; for after a change of a layer"
+HELP = "check on this host that no layout, schedule or micro-batch changes an answer or a step; for after a change"
 EPILOGUE = """\
 four ranks:         python -m hybridflow verify
 eight:              python -m hybridflow verify --world 8
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify. Returns 0; 1 where a gradient differs or a rank fails; 2 where no combination is meant."""
+    """Verify. Returns 0; 1 where a combination differs or a rank fails; 2 where no combination is meant."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the ranks share this host's cores
     from hybridflow.verify.combinations import matching, selection
     from hybridflow.verify.matrix import report, verify

@@ -1,1 +1,1 @@
-"""`python -m hybridflow verify`: that no way of cutting a model or a batch changes a gradient."""
+"""`python -m hybridflow verify`: that no way of cutting a model or a batch changes an answer or a step."""

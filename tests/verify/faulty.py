@@ -14,6 +14,7 @@ from hybridflow.micro_batch import MicroBatch
 from hybridflow.models.decoder import HeadOutput
 from hybridflow.parallel.mesh import Mesh
 from hybridflow.parallel.pipeline import Lane
+from hybridflow.parallel.state_map import StateKind
 from hybridflow.parallel.weight_grads import WeightWork
 from hybridflow.trainer.roles import TrainedRole, response_counts
 from hybridflow.verify.combinations import Combination
@@ -158,6 +159,38 @@ def context_not_summed(mesh: Mesh, combination: Combination) -> TrainEngine:
     """Sums gradients over dp only: each part of the context keeps its own."""
     engine = engine_of(mesh, combination)
     engine.grads.data = mesh._axis(lambda c: (c.tp, c.pp, c.cp), "without the context")
+    return engine
+
+
+def stale_weights(mesh: Mesh, combination: Combination) -> TrainEngine:
+    """The last layer of each stage computes with a matrix as it was before the first step; its update is right."""
+    engine = engine_of(mesh, combination)
+    layer = list(engine.stage.layers.values())[-1]
+    weight, forward = layer.mlp.down.weight, layer.forward
+    drawn = weight.data.clone()
+
+    def forward_with_drawn(*args) -> Tensor:
+        now = weight.data.clone()
+        weight.data.copy_(drawn)
+        out = forward(*args)
+        weight.data.copy_(now)
+        return out
+
+    layer.forward = forward_with_drawn
+    return engine
+
+
+def moments_forgotten(mesh: Mesh, combination: Combination) -> TrainEngine:
+    """Begins every step with the first moments at zero."""
+    engine = engine_of(mesh, combination)
+    update = engine.optimizer._update
+
+    def update_without_history(factor: float, lr: float) -> None:
+        for share in engine.optimizer.shares:
+            share.tensor(StateKind.EXP_AVG).zero_()
+        update(factor, lr)
+
+    engine.optimizer._update = update_without_history
     return engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -64,6 +65,22 @@ def test_a_planted_fault_is_found(parts: Parts, wrong: tuple[Combination, ...], 
         assert not one.right and not one.absolute <= 1e-9 and one.crash is None, one
         assert " in step " in one.worst, one
     assert all(one.right for one in found[len(wrong):]), found
+
+
+@pytest.mark.parametrize("fault", [faulty.stale_weights, faulty.moments_forgotten, faulty.never_zeroed],
+                         ids=lambda fault: fault.__name__)
+def test_what_only_a_second_step_shows_is_found_in_it(fault: Callable):
+    found = verdicts(Parts(engine=fault), PP2, CP4)
+    assert all(not one.right and one.fault.endswith(" in step 2") for one in found), found
+
+
+@pytest.mark.parametrize("fault, beginning", [
+    (faulty.answers_one_target_late, "answers"), (faulty.update_dropped, "model."), (faulty.gather_lost, "model."),
+    (faulty.context_not_summed, "main_grad/"),
+], ids=lambda value: value if isinstance(value, str) else value.__name__)
+def test_a_fault_says_what_was_wrong_and_when(fault: Callable, beginning: str):
+    [one] = verdicts(Parts(engine=fault), CP4 if fault is faulty.gather_lost else replace(CP4, zero_stage=0))
+    assert one.fault.startswith(beginning) and one.fault.endswith(" in step 1"), one
 
 
 def test_a_crash_is_a_row_and_the_next_combination_runs():
