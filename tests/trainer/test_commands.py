@@ -35,6 +35,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_supervised_training_starts_with_its_layout_and_its_activations(runs: Path, tmp_path: Path, capsys):
+    assert main(["sft", str(runs / "sft" / "config.yaml"), f"logging.dir={tmp_path}", "sft.steps=1",
+                 "checkpoint.export_at_end=false", "evaluation.every_steps=null", "sft.stop_at_accuracy=null"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 update of 16 pairs, 16 per replica (dp 1), 2 micro-batches of 8" in said
+    assert "actor 1 1 1 1 no 8 rows trained train.layout" in said and "critic" not in said
+    assert "Activations of the actor: at most" in said and "8 rows of 21 tokens at once" in said
+
+
 def test_a_run_leaves_metrics_samples_curve_trace_and_config(runs: Path):
     records = read_metrics(runs / "ppo" / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]
@@ -57,6 +66,15 @@ def test_the_resolved_config_starts_the_same_run_again(runs: Path, tmp_path: Pat
     untimed = [{name: value for name, value in record.items() if not name.startswith(times)}
                for record in (*first, *again)]
     assert untimed[:3] == untimed[3:]
+
+
+def test_the_config_of_a_run_serves_to_ask_and_to_export_it(runs: Path, tmp_path: Path, capsys):
+    for run in ("sft", "ppo"):  # the first started from model.spec
+        trained, asked = runs / run, tmp_path / run
+        keys = [str(trained / "config.yaml"), f"model.path={trained}/export", f"logging.dir={asked}"]
+        assert main(["generate", *keys]) == 0 and (asked / "generations.jsonl").exists()
+        assert main(["export", *keys]) == 0 and (asked / "export" / "config.json").exists()
+        assert "read at tp 1 x pp 1" in capsys.readouterr().out
 
 
 def test_the_export_opens_in_transformers_with_the_same_logits_and_greedy_text(runs: Path, tmp_path: Path):
