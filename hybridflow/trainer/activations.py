@@ -8,7 +8,6 @@ from __future__ import annotations
 from hybridflow.config.batch_math import BatchMath, counted, trained_at_once
 from hybridflow.config.command import Command
 from hybridflow.config.layouts import Role, role_layout, token_multiple
-from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 from hybridflow.models.activation_memory import ActivationMemory, PackedShape
 from hybridflow.models.config import Head, ModelConfig
@@ -30,7 +29,7 @@ def activation_peaks(config: Config, world_size: int, model: ModelConfig, schedu
     options = engine_options(config, layout, DTYPES[config.train.mixed_precision])
     assert options.chunks is not None
     math = BatchMath.of(config, world_size)
-    shape = longest_rows(config, math, layout, command)
+    shape = longest_rows(config, math, layout.cp, token_multiple(layout) // layout.cp, command)
     if schedule is None:
         count = math.micro_batches or ceil_div(math.rollouts_per_replica, len(shape.lengths))
         schedule = ScheduleKind(config.train.schedule.value).compute(options.chunks, count)
@@ -40,13 +39,16 @@ def activation_peaks(config: Config, world_size: int, model: ModelConfig, schedu
     return memory.peaks(schedule, [shape] * schedule.num_micro_batches, layers)
 
 
-def longest_rows(config: Config, math: BatchMath, layout: LayoutConfig,
+def longest_rows(config: Config, math: BatchMath, cp: int = 1, multiple_of: int = 1,
                  command: Command = Command.TRAIN) -> PackedShape:
     """A rank's part of the largest micro-batch: as many of the longest rows as run at once, or as there are.
 
     The response of a pair in `sft` may be all of its tokens but one.
+
+    Args:
+        multiple_of: what a rank's tokens are padded to a multiple of.
     """
-    response, at_once, multiple = config.generation.max_new_tokens, trained_at_once(config), token_multiple(layout)
+    response, at_once, multiple = config.generation.max_new_tokens, trained_at_once(config), cp * multiple_of
     length = config.data.max_prompt_length + response
     if command is Command.SFT:
         response = length - 1
@@ -57,8 +59,7 @@ def longest_rows(config: Config, math: BatchMath, layout: LayoutConfig,
         room = at_once.tokens - at_once.tokens % multiple  # as `packing.by_tokens` fills it
         rows = max(1, room // length)
     rows = min(rows, math.rollouts_per_replica)
-    return PackedShape((length,) * rows, round_up(rows * length, multiple) // layout.cp,
-                       ceil_div(rows * response, layout.cp))
+    return PackedShape((length,) * rows, round_up(rows * length, multiple) // cp, ceil_div(rows * response, cp))
 
 
 def activation_line(config: Config, world_size: int, model: ModelConfig, schedule: Schedule | None = None,
@@ -67,7 +68,8 @@ def activation_line(config: Config, world_size: int, model: ModelConfig, schedul
     recompute none)".
     """
     peaks = activation_peaks(config, world_size, model, schedule, command)
-    shape = longest_rows(config, BatchMath.of(config, world_size), config.train.layout)
+    layout = config.train.layout
+    shape = longest_rows(config, BatchMath.of(config, world_size), layout.cp, token_multiple(layout) // layout.cp)
     stages = "stage 0" if len(peaks) == 1 else f"stages {', '.join(str(stage) for stage in range(len(peaks)))}"
     return (f"Activations of the actor: at most {', '.join(f'{peak / MIB:.3g}' for peak in peaks)} MiB on a rank of "
             f"{stages} ({counted(len(shape.lengths), 'row')} of {shape.lengths[0]} tokens at once, recompute "

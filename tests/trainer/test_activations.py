@@ -6,7 +6,7 @@ import pytest
 
 from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.command import Command
-from hybridflow.config.layouts import Role, role_layout
+from hybridflow.config.layouts import Role, role_layout, token_multiple
 from hybridflow.config.shapes import spec_decoder
 from hybridflow.models.activation_memory import PackedShape
 from hybridflow.packing import by_tokens
@@ -19,7 +19,7 @@ ROW = ("data.max_prompt_length=100", "generation.max_new_tokens=8")
 def longest(*overrides: str, world_size: int = 4, command: Command = Command.TRAIN) -> PackedShape:
     read = config(*ROW, *overrides)
     layout = role_layout(read, Role.ACTOR, world_size)
-    return longest_rows(read, BatchMath.of(read, world_size), layout, command)
+    return longest_rows(read, BatchMath.of(read, world_size), layout.cp, token_multiple(layout) // layout.cp, command)
 
 
 def test_as_many_rows_as_run_at_once_or_as_there_are() -> None:
