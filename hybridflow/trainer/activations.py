@@ -71,6 +71,8 @@ def activation_line(config: Config, world_size: int, model: ModelConfig, schedul
     layout = config.train.layout
     shape = longest_rows(config, BatchMath.of(config, world_size), layout.cp, token_multiple(layout) // layout.cp)
     stages = "stage 0" if len(peaks) == 1 else f"stages {', '.join(str(stage) for stage in range(len(peaks)))}"
-    return (f"Activations of the actor: at most {', '.join(f'{peak / MIB:.3g}' for peak in peaks)} MiB on a rank of "
+    # Ragged rows of the same tokens are padded by a quarter at most, in attention alone.
+    most = "about" if trained_at_once(config).tokens is not None else "at most"
+    return (f"Activations of the actor: {most} {', '.join(f'{peak / MIB:.3g}' for peak in peaks)} MiB on a rank of "
             f"{stages} ({counted(len(shape.lengths), 'row')} of {shape.lengths[0]} tokens at once, recompute "
             f"{config.train.recompute.value})")
