@@ -99,6 +99,11 @@ class Combination:
         deep = self.deep.chunk(count)
         return tuple(1 + (self.num_layers - count) * (chunk == deep) for chunk in range(count))
 
+    @property
+    def second_cut(self) -> MicroBatching:
+        """Of a second step: the next one, so that all are run from new weights too."""
+        return MICRO_BATCHES[(MICRO_BATCHES.index(self.micro_batching) + 1) % len(MICRO_BATCHES)]
+
     def cells(self) -> tuple[str, ...]:
         """One word for each axis."""
         layout, cut = self.layout, self.micro_batching

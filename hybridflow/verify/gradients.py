@@ -27,7 +27,6 @@ from hybridflow.trainer.roles import TrainedRole
 from hybridflow.verify.combinations import ROWS, Combination, Offload, TinyModel
 from hybridflow.verify.workload import SEED, head_of, loss_of, model_of, ragged_batch, reduction_of
 
-ALL_AT_ONCE = MicroBatching(rows=ROWS)
 COPIES_DIFFER = 1e-10  # gradients here are of the order of 1
 LR = LrSchedule(0.3)
 # Of the gradients here, of norm 3 and more, clipping leaves elements of about 0.01. Beside this eps an update is nearly
@@ -83,7 +82,7 @@ OURS = Parts()
 
 
 def measure(world: World, combination: Combination, parts: Parts = OURS) -> list[Step]:
-    """Two steps of one engine on one rank: with the combination's micro-batches, then all rows at once. Collective.
+    """Two steps of one engine on one rank: with the combination's micro-batches, then with others. Collective.
 
     The second one is a step from the new weights, in which stale or wrong weights and what the first one left behind
     show.
@@ -93,7 +92,7 @@ def measure(world: World, combination: Combination, parts: Parts = OURS) -> list
     grads = _read_before_steps(engine)
     batch = ragged_batch(world, combination.some_failed)
     steps = []
-    for micro_batching in (combination.micro_batching, ALL_AT_ONCE):
+    for micro_batching in (combination.micro_batching, combination.second_cut):
         before = engine.grads.reduced_bytes
         role = parts.role(engine, combination, micro_batching)
         answers = _answers(role, batch, combination.model)

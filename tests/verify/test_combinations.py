@@ -75,6 +75,11 @@ def test_a_combination_fits_its_ranks_and_reads_as_one_line():
     assert matching([Combination(), zero_bubble], "zb-v") == [zero_bubble]
 
 
+def test_a_second_step_is_cut_in_another_way():
+    assert {Combination(micro_batching=cut).second_cut for cut in MICRO_BATCHES} == set(MICRO_BATCHES)
+    assert all(one.second_cut != one.micro_batching for one in every(2))
+
+
 def test_the_layer_more_is_where_it_is_said_to_be():
     four = Combination(Layout(pp=2), ScheduleKind.ZB_V, 2)
     places = [replace(four, deep=deep).layers_per_chunk for deep in Deep]
