@@ -31,7 +31,8 @@ from hybridflow.parallel.world import World
 
 PP = 4
 MICRO_BATCHES = (4, 7, 8, 16)
-RUNS = 3  # at most, until one is near enough to the simulator: what else the machine does can only add to a bubble
+RUNS = 5  # at most, until one is near the simulator: what else the machine does can only add to a bubble
+NEAR_POINTS = 2.0
 SECONDS = 0.1  # of each of F, B and W of one stage; a chunk has its share
 MOST_POINTS = 3.0  # between measured and simulated bubble, in percent of the time
 ZERO_BUBBLE_SHARE = 1 / 3  # of 1F1B's bubble
@@ -79,7 +80,7 @@ def bubble(ranks: LocalRanks, kind: ScheduleKind, m: int, seconds: float) -> tup
     least = 1.0
     for _ in range(RUNS):
         least = min(least, measured_bubble(ranks, schedule, part))
-        if 100 * (least - simulated) <= MOST_POINTS:
+        if 100 * (least - simulated) <= NEAR_POINTS:
             break
     return simulated, least
 
