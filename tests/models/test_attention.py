@@ -1,16 +1,15 @@
 """Packed rows: each sees itself only, whatever the rectangles; equal rows need no index."""
 
-from collections import Counter
 from math import nan
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.kernels.attention import causal_attention_reference
 from hybridflow.models import attention
 from hybridflow.models.attention import PackedCausal
 from hybridflow.models.slots import from_slots, to_slots
+from tests.models.operations import Operations
 
 CPU = torch.device("cpu")
 SKEWED = (1, 2, 63, 100, 1000)
@@ -80,16 +79,6 @@ def test_padding_does_not_matter(lengths, monkeypatch):
     out = attend(0, q, k, v)
     for a, b in zip([out, *torch.autograd.grad(out, (q, k, v), grad)], expected, strict=True):
         assert torch.equal(a, b)
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_tensor_is_gathered_once_each_way(monkeypatch):

@@ -1,13 +1,11 @@
 """Recomputed layers: the same bits of every gradient, the same collectives on all ranks, no product twice, no leak."""
 
 import gc
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.bench.live_bytes import LiveBytes
 from hybridflow.micro_batch import MicroBatch, Sample
@@ -21,6 +19,7 @@ from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.weight_grads import WeightGrads, attach
 from hybridflow.parallel.world import World
+from tests.models.operations import Operations
 from tests.ranks import run_ranks
 
 CONFIG = ModelConfig(Family.LLAMA, 67, 32, 48, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=12)
@@ -116,18 +115,6 @@ def test_weight_gradients_of_their_own(recompute):
         torch.testing.assert_close(grad, 2 * expected[name], rtol=1e-6, atol=1e-7)
 
 
-class Calls(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("rows", "calls_a_layer"), [("ragged", 1), ("skewed", 2)])
 @pytest.mark.parametrize("with_weight_grads", [False, True])
 def test_selective_repeats_no_product(with_weight_grads, rows, calls_a_layer):
@@ -140,7 +127,7 @@ def test_selective_repeats_no_product(with_weight_grads, rows, calls_a_layer):
             for weight in attach(stage, weight_grads):
                 weight_grads.register(weight, lambda size=weight.shape: torch.zeros(size), lambda: None)
         total = answers(stage, pack(rows, stage))
-        with Calls() as calls:
+        with Operations() as calls:
             total.backward()
         counts[recompute] = [calls.count[name] + calls.count[other] for name, other in (
             ("mm", "addmm"), ("_scaled_dot_product_flash_attention_for_cpu", ""), ("silu", ""))]
