@@ -64,7 +64,7 @@ class Bucket:
             is freed between steps.
     """
 
-    def __init__(self, kind: Kind, members: Sequence[Member], data: AxisGroup, zero_stage: int) -> None:
+    def __init__(self, kind: BucketKind, members: Sequence[Member], data: AxisGroup, zero_stage: int) -> None:
         first = members[0]
         self.chunk, self.decay, self.groups = kind.chunk, kind.decay, first.sync.groups
         self.slots = _place(members)
@@ -125,10 +125,6 @@ class Bucket:
         else:
             self.grads.zero_()
 
-    def tensors(self) -> list[Tensor]:
-        """The flat tensors held from step to step."""
-        return [self.params, self.share if self._frees_grads else self.grads]
-
     def counted_ranges(self, counted: bool = True) -> list[tuple[int, int]]:
         """Ranges of `share` that this rank counts in the norm (or does not), neighbours merged over the alignment
         between them, whose gradient is zero.
@@ -153,7 +149,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Kind:
+class BucketKind:
     """What parameters of one bucket have in common.
 
     Matrices of one row (value, score heads) are copies on every tensor rank, while the sizes of matrices cut over the
@@ -176,9 +172,9 @@ class Member:
     param: nn.Parameter
     sync: GradSync
 
-    def kind(self, chunk: int) -> Kind:
+    def kind(self, chunk: int) -> BucketKind:
         ranks = tuple(group.ranks for group in self.sync.groups if group.size > 1)
-        return Kind(chunk, self.param.dim() >= 2, self.param.shape[0] == 1, self.param.dtype, ranks)
+        return BucketKind(chunk, self.param.dim() >= 2, self.param.shape[0] == 1, self.param.dtype, ranks)
 
     @property
     def grad_nbytes(self) -> int:
@@ -192,7 +188,7 @@ def make_buckets(named: Sequence[tuple[str, nn.Parameter]], syncs: Mapping[str, 
     That is chunks from last to first and parameters from last to first; a bucket is complete with its last parameter.
     A bucket is closed when the next parameter would take its gradients over `bucket_bytes` (None: never).
     """
-    kinds: dict[Kind, list[Member]] = {}
+    kinds: dict[BucketKind, list[Member]] = {}
     for place, (name, param) in enumerate(reversed(named)):
         member = Member(place, name, param, syncs[name])
         kinds.setdefault(member.kind(chunk_of(name)), []).append(member)

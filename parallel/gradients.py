@@ -142,10 +142,6 @@ class MainGrads:
         self._started.clear()
         self._is_finished = False
 
-    def tensors(self) -> list[Tensor]:
-        """The flat tensors held from step to step: parameters and gradients."""
-        return [tensor for bucket in self.buckets for tensor in bucket.tensors()]
-
     def storages(self) -> dict[str, Tensor]:
         """The reduced gradient shares, as `state_map` names them."""
         return {storage_name(StateKind.MAIN_GRAD, i): bucket.share for i, bucket in enumerate(self.buckets)}

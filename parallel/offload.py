@@ -62,7 +62,7 @@ class HostCopy:
         tensors: whose storages to move; views of one storage count once.
         scratch: whose contents are not needed again (main gradients between steps): freed without a copy, zeros after.
     Example:
-        >>> actor = HostCopy(grads.tensors() + optimizer.tensors())
+        >>> actor = HostCopy([bucket.params for bucket in grads.buckets] + optimizer.tensors())
         >>> actor.to_host()  # the generation engine has the device to itself
         >>> actor.to_device()
     """

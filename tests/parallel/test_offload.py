@@ -20,12 +20,18 @@ def learn(stage: ToyStage, optimizer: ShardedAdamW, step: int) -> None:
     optimizer.zero_grad()
 
 
+def all_tensors(optimizer: ShardedAdamW) -> list[torch.Tensor]:
+    """Parameters, reduced gradients and state, flat."""
+    held = [tensor for bucket in optimizer.grads.buckets for tensor in (bucket.params, bucket.share)]
+    return held + optimizer.tensors()
+
+
 def there_and_back(world: World, zero_stage: int, dtype: torch.dtype, offload: bool) -> None:
     mesh = Mesh(Grid.of(Layout(tp=2, dp=world.size // 2)), world)
     stages = [ToyStage(mesh, dtype) for _ in range(2)]
     optimizers = [ShardedAdamW(MainGrads(stage, stage.syncs(), mesh.data, zero_stage, bucket_bytes=300), mesh.model,
                                AdamWSettings(), LrSchedule(0.05), offload=offload) for stage in stages]
-    moving, flat = optimizers[0], optimizers[0].grads.tensors() + optimizers[0].tensors()
+    moving, (flat, others) = optimizers[0], [all_tensors(optimizer) for optimizer in optimizers]
     role = HostCopy(flat)
     for step in range(3):
         for stage, optimizer in zip(stages, optimizers, strict=True):
@@ -34,7 +40,7 @@ def there_and_back(world: World, zero_stage: int, dtype: torch.dtype, offload: b
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in flat)
         role.to_device()
     assert role.nbytes == sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in flat}.values())
-    for mine, other in zip(flat, optimizers[1].grads.tensors() + optimizers[1].tensors(), strict=True):
+    for mine, other in zip(flat, others, strict=True):
         assert torch.equal(mine, other)
     for bucket in moving.grads.buckets:
         bucket.params.fill_(7.0)
