@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hybridflow.packing import round_up
+from hybridflow.parallel.arithmetic import round_up
 
 
 @dataclass(frozen=True)

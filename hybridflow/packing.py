@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 
+from hybridflow.parallel.arithmetic import ceil_div
+
 # The rows of each micro-batch of each replica: cut[replica][micro_batch] are row numbers.
 Cut = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -140,13 +142,3 @@ def _dealt(bins: list[list[int]], sizes: Sequence[int], dp: int) -> Cut:
         if len(replicas[replica]) < len(bins) // dp:
             heappush(open_ones, (size + filled[number], replica))
     return tuple(tuple(rows) for rows in replicas)
-
-
-def ceil_div(amount: int, parts: int) -> int:
-    """The least whole number that is not below amount / parts. Example: ceil_div(5, 2) == 3."""
-    return -(-amount // parts)
-
-
-def round_up(amount: int, multiple: int) -> int:
-    """The least multiple that is not below `amount`. Example: round_up(5, 4) == 8."""
-    return ceil_div(amount, multiple) * multiple

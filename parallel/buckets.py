@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hybridflow.parallel.arithmetic import round_up
 from hybridflow.parallel.mesh import AxisGroup
 
 ALIGNMENT = 32  # elements: every shard starts on a 128-byte line in fp32
@@ -68,7 +69,7 @@ class Bucket:
         first = members[0]
         self.chunk, self.decay, self.groups = kind.chunk, kind.decay, first.sync.groups
         self.slots = _place(members)
-        size = _round_up(self.slots[-1].end, data.size * ALIGNMENT)
+        size = round_up(self.slots[-1].end, data.size * ALIGNMENT)
         device = first.param.device
         self.params = torch.zeros(size, dtype=kind.dtype, device=device)
         self.grad_dtype = torch.promote_types(kind.dtype, torch.float32)
@@ -214,10 +215,6 @@ def _cut(members: list[Member], bucket_bytes: int | None) -> list[list[Member]]:
 def _place(members: Sequence[Member]) -> tuple[Slot, ...]:
     slots: list[Slot] = []
     for member in members:
-        start = _round_up(slots[-1].end, ALIGNMENT) if slots else 0
+        start = round_up(slots[-1].end, ALIGNMENT) if slots else 0
         slots.append(Slot(member.name, member.param.shape, start, start + member.param.numel(), member.sync.counted))
     return tuple(slots)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

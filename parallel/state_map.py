@@ -12,6 +12,7 @@ from enum import Enum
 
 import torch.distributed as dist
 
+from hybridflow.parallel.arithmetic import ceil_div
 from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.world import World
@@ -115,8 +116,8 @@ def _parts(weight: Shard, at: list[int], dim: int, lo: int, hi: int) -> Iterator
     assert box.shape[dim] == 1 or span <= stride, (weight, dim)
     base = _position(weight, [*at[:dim], *box.lo[dim:]])
     count = box.shape[dim]
-    touched = range(max(0, (lo - base - span) // stride + 1), min(count, -(-(hi - base) // stride)))
-    whole = range(max(touched.start, -(-(lo - base) // stride)), min(touched.stop, (hi - base - span) // stride + 1))
+    touched = range(max(0, (lo - base - span) // stride + 1), min(count, ceil_div(hi - base, stride)))
+    whole = range(max(touched.start, ceil_div(lo - base, stride)), min(touched.stop, (hi - base - span) // stride + 1))
     if whole.start >= whole.stop:
         whole = range(touched.stop, touched.stop)
 

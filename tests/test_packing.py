@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from hybridflow.packing import Cut, MicroBatching, by_rows, by_tokens, ceil_div, round_up, split_rows
+from hybridflow.packing import Cut, MicroBatching, by_rows, by_tokens, split_rows
+from hybridflow.parallel.arithmetic import ceil_div, round_up
 
 
 def tokens_of(cut: Cut, lengths: list[int]) -> list[list[int]]:

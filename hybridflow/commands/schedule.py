@@ -19,7 +19,7 @@ from hybridflow.config.layouts import ranks_of_replica, token_multiple, used_rol
 from hybridflow.config.load import read_tree, typed
 from hybridflow.config.schema import Config, SftConfig
 from hybridflow.config.validate import validate
-from hybridflow.packing import ceil_div
+from hybridflow.parallel.arithmetic import ceil_div
 from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.schedules.chunks import Chunks
 

@@ -22,7 +22,7 @@ from hybridflow.config.faults import Fault, listed, nearest_key, shown
 from hybridflow.config.hints import field_types
 from hybridflow.config.load import Tree
 from hybridflow.config.schema import AlgorithmConfig
-from hybridflow.packing import ceil_div
+from hybridflow.parallel.arithmetic import ceil_div
 
 ARTICLE_MODELS = ("actor", "critic", "reward_model")
 ARTICLE_ALGORITHM = ("type", "clip_eps", "entropy_coef", "value_loss_coef")

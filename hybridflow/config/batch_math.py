@@ -11,7 +11,8 @@ from hybridflow.config.command import Command
 from hybridflow.config.layouts import LEARNING, Role, generation_layout, layout_key, role_layout, used_roles
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
-from hybridflow.packing import MicroBatching, ceil_div
+from hybridflow.packing import MicroBatching
+from hybridflow.parallel.arithmetic import ceil_div
 
 ROWS_AT_ONCE = 8  # where a config says nothing
 

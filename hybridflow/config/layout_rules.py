@@ -15,7 +15,7 @@ from hybridflow.config.layouts import LEARNING, Role, divisors, layout_key, used
 from hybridflow.config.model_schema import LayoutConfig, ModelSpec
 from hybridflow.config.schema import Config
 from hybridflow.config.words import Recompute, ScheduleName
-from hybridflow.packing import ceil_div
+from hybridflow.parallel.arithmetic import ceil_div
 
 BLAMED = ("tp", "pp", "cp")  # for a world that cannot be cut, in this order
 

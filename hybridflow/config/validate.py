@@ -20,7 +20,7 @@ from hybridflow.config.model_schema import ModelSpec
 from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
 from hybridflow.config.words import AlgorithmName, DataSource, Decay, KLWhere, MixedPrecision, ReduceDtype
-from hybridflow.packing import round_up
+from hybridflow.parallel.arithmetic import round_up
 
 TRAINING = (Command.TRAIN, Command.SFT, Command.API)
 

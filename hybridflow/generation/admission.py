@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from hybridflow.generation.records import Prompt
+from hybridflow.parallel.arithmetic import ceil_div
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def admit(waiting: Sequence[int], prompts: Sequence[Prompt], num_running: int, l
         num_running: rows that decode at present.
     """
     free = limits.max_rows - num_running
-    if free < min(len(waiting), -(-limits.max_rows // 4)):
+    if free < min(len(waiting), ceil_div(limits.max_rows, 4)):
         return []
     cohort: list[SharedPrompt] = []
     rows = tokens = 0

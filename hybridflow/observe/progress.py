@@ -15,6 +15,8 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from hybridflow.parallel.arithmetic import ceil_div
+
 # Steps that the time left is judged by: enough to smooth one slow step, few enough to follow growing responses.
 RECENT_STEPS = 20
 PLAIN_WIDTH = 120
@@ -82,7 +84,7 @@ class LineProgress:
         self._total_steps = total_steps
         self._console = console
         self._pace = Pace()
-        self._every = -(-total_steps // MAX_LINES)
+        self._every = ceil_div(total_steps, MAX_LINES)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Print the row where it is this step's turn."""

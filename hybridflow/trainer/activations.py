@@ -12,7 +12,7 @@ from hybridflow.config.schema import Config
 from hybridflow.models.activation_memory import ActivationMemory, PackedShape
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.layout import chunk_layers
-from hybridflow.packing import ceil_div, round_up
+from hybridflow.parallel.arithmetic import ceil_div, round_up
 from hybridflow.parallel.schedules.actions import Schedule
 from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.trainer.engine_options import DTYPES, MIB, engine_options
