@@ -15,13 +15,19 @@ from hybridflow.parallel.shard_map import ShardMap
 
 @dataclass(frozen=True)
 class Copy:
-    """`box` goes from where `source` keeps it to every place where `dest` wants it (source == dest: no wire)."""
+    """`box` goes from where `source` keeps it to every place where `dest` wants it (source == dest: no wire).
+
+    Attributes:
+        src_shard: where the source has it: in a storage of the source map at hop 0; later in one of its own destination
+            storages, which it got in an earlier hop and passes on.
+    """
 
     source: int
     dest: int
     box: Box
     src_shard: Shard
     dst_shards: tuple[Shard, ...]
+    hop: int = 0
 
 
 @dataclass(frozen=True)

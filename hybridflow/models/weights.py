@@ -67,7 +67,7 @@ def decoder_shard_map(config: ModelConfig, grid: Grid, head: Head, chunks: Chunk
         mine = [layer for chunk in chunks.of_stage(coord.pp) for layer in layers[chunk]]
         return cut.stage(coord, mine, has_head=coord.pp == chunks.head_stage)
 
-    return ShardMap(shapes, grid.ranks, shards)
+    return ShardMap(shapes, grid.ranks, shards, lambda rank: (grid.coord(rank).tp, grid.coord(rank).pp))
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
