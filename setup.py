@@ -53,6 +53,7 @@ setup(
         "safetensors>=0.4.3",
         "omegaconf>=2.3",
         "numpy>=1.26",
+        "scipy>=1.11",
         "rich>=13",
         "pyarrow>=15",
         "matplotlib>=3.8",

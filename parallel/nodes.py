@@ -19,3 +19,6 @@ class Nodes:
     def of(self, rank: int) -> int:
         """The node of a rank."""
         return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
+
+
+ONE_NODE = Nodes()  # all ranks are near each other
