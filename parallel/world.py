@@ -12,7 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hybridflow.parallel.place import launched_place
+from hybridflow.parallel.nodes import ONE_NODE, Nodes
+from hybridflow.parallel.place import Place, launched_place
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -23,6 +24,9 @@ class World:
 
     Groups are made on demand and kept, one for each (ranks, purpose); `group` is therefore a collective call that
     every rank makes in the same order. A world of one process has no process group at all.
+
+    Attributes:
+        nodes: which ranks share a node, the same on every rank.
     """
 
     rank: int
@@ -30,6 +34,7 @@ class World:
     local_rank: int
     device: torch.device
     timeout: timedelta = timedelta(seconds=DEFAULT_TIMEOUT_S)
+    nodes: Nodes = ONE_NODE
     _groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -60,7 +65,7 @@ class World:
             # Communicators are made here and not in the middle of a schedule, where some ranks have nothing to send.
             device_id=device if device.type == "cuda" else None,
         )
-        return cls(place.rank, place.size, place.local_rank, device, timeout)
+        return cls(place.rank, place.size, place.local_rank, device, timeout, _agreed_nodes(place, device))
 
     def group(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
         """The process group of `ranks` (None for a single rank); `purpose` keeps groups of equal ranks apart.
@@ -96,3 +101,22 @@ def default_device(local_rank: int) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def _agreed_nodes(place: Place, device: torch.device) -> Nodes:
+    """The nodes of the whole job, from what each rank's launcher told it; all near where that does not fit `Nodes`.
+
+    A last node may be told a smaller number, so the largest counts. Collective.
+    """
+    told = place.ranks_per_node or 0
+    most, least = _extremes(told, device)
+    fits = least > 0 and place.rank % most == place.local_rank
+    return Nodes(most) if _extremes(int(fits), device)[1] else ONE_NODE
+
+
+def _extremes(number: int, device: torch.device) -> tuple[int, int]:
+    """The largest and the smallest of all ranks' numbers. Collective."""
+    both = torch.tensor([number, -number], device=device)
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    largest, smallest = both.tolist()
+    return largest, -smallest

@@ -16,6 +16,10 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"} 
     ({}, Place(0, 1, 0)),
     (MEETING | {"RANK": "3", "WORLD_SIZE": "4"}, Place(3, 4, 3)),
     (MEETING | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Place(3, 4, 1)),
+    (MEETING | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+     Place(3, 4, 1, ranks_per_node=2)),
+    (MEETING | STEP | {"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4"}, Place(5, 8, 1, "h", 1, 4)),
+    (MEETING | STEP | {"SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "2,3(x2)"}, Place(5, 8, 2, "h", 1, 3)),
     (MEETING | STEP, Place(5, 8, 0, "h", 1)),
     (MEETING | STEP | {"SLURM_LOCALID": "1"}, Place(5, 8, 1, "h", 1)),
     (MEETING | STEP | {"RANK": "1", "WORLD_SIZE": "2"}, Place(1, 2, 1)),  # torchrun inside of srun
