@@ -1,7 +1,8 @@
 """AdamW over the shares of all buckets, with the gradient norm of the whole model and a learning-rate schedule.
 
 Owns clipping, the loss scale's part in a step, and the decision to skip one. Gradients come reduced from `MainGrads`;
-it never reduces a gradient, and never decides when to step.
+it never reduces a gradient, and never decides when to step. New parameters are all-gathered, or left to who sends the
+shares on.
 """
 
 from __future__ import annotations
@@ -100,6 +101,9 @@ class ShardedAdamW:
 
     A step is skipped where any gradient on any rank is not finite, also one that its rank does not count in the norm.
 
+    `step` is `begin`, `step_bucket` of each bucket and an all-gather. Who moves the new parameters from the shares
+    itself (a reshard) calls the first two and leaves out the third: it must then give every rank what it lacks.
+
     Args:
         grads: the main gradients, reduced before every `step`.
         model: the ranks that hold one copy of the model together (tp x pp).
@@ -125,6 +129,8 @@ class ShardedAdamW:
         self._device = grads.buckets[0].params.device
         self._stream = CopyStream(self._device) if offload else None
         self.shares = [ShareState(bucket, settings, self._stream) for bucket in grads.buckets]
+        self._waiting: set[int] = set()  # buckets that the step under way has not reached yet
+        self._factor, self._lr = 1.0, 0.0  # of that step
 
     @property
     def scale(self) -> float:
@@ -139,16 +145,47 @@ class ShardedAdamW:
         Raises:
             FloatingPointError: more steps in a row than `max_skips` had no finite norm; on all ranks alike.
         """
+        info = self.begin()
+        if not info.skipped:
+            self._gather([partial(self.step_bucket, bucket) for bucket in range(len(self.shares))])
+        return info
+
+    def begin(self) -> StepInfo:
+        """Decide about a step, and leave the shares to `step_bucket`. Collective; the step counts from here on.
+
+        Raises:
+            FloatingPointError: as `step`.
+        """
+        assert not self._waiting, f"buckets {sorted(self._waiting)} have not taken the step before"
         lr, scale = self.schedule.at(self.num_steps), self.scale
         norm, is_finite = self.grad_norm()
         if self.loss_scale is not None:
             self.loss_scale.update(is_finite)
         if not is_finite:
             return self._skip_nonfinite(StepInfo(norm, lr, skipped=True, loss_scale=scale))
-        self._update(self._clip_factor(norm) / scale, lr)
+        self._factor, self._lr = self._clip_factor(norm) / scale, lr
+        self._waiting = set(range(len(self.shares)))
+        if self._stream is not None:
+            self._stream.after_compute()
+        for share in self.shares:
+            share.fetch()
         self.num_steps += 1
         self.num_nonfinite = 0
         return StepInfo(norm, lr, skipped=False, loss_scale=scale)
+
+    def step_bucket(self, bucket: int) -> None:
+        """Take this rank's share of one bucket through the step that has begun: once, and not where it was skipped.
+
+        Nothing is sent: in `bucket.params` all but the share are old until they are gathered or come otherwise.
+        """
+        if bucket in self._waiting:
+            self._waiting.remove(bucket)
+            self.shares[bucket].step(self._factor, self._lr)
+
+    @property
+    def waiting(self) -> frozenset[int]:
+        """The buckets that the step under way has not reached yet."""
+        return frozenset(self._waiting)
 
     def skip(self) -> StepInfo:
         """Take no step, and count that: there is nothing to learn from."""
@@ -157,6 +194,7 @@ class ShardedAdamW:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
+        assert not self._waiting, f"buckets {sorted(self._waiting)} still need theirs: they have not stepped"
         self.grads.zero()
 
     def grad_norm(self) -> tuple[float, bool]:
@@ -219,16 +257,10 @@ class ShardedAdamW:
             self._stream.after_compute()
         self._gather([share.publish for share in self.shares])
 
-    def _update(self, factor: float, lr: float) -> None:
-        """Step every share with its gradient times `factor`; a bucket's parameters travel while the next is stepped."""
-        if self._stream is not None:
-            self._stream.after_compute()
-        for share in self.shares:
-            share.fetch()
-        self._gather([partial(share.step, factor, lr) for share in self.shares])
-
     def _gather(self, updates: Sequence[Callable[[], None]]) -> None:
-        """Run the update of each bucket, and give all data-parallel ranks its parameters."""
+        """Run the update of each bucket, and give all data-parallel ranks its parameters: they travel while the next
+        bucket is stepped.
+        """
         gathers = []
         for bucket, update in zip(self.grads.buckets, updates, strict=True):
             update()

@@ -72,7 +72,7 @@ def state_map(weights: ShardMap, layouts: Mapping[int, FlatLayout],
         layout = layouts[rank]
         return [_of_kind(kind, layout[weight.storage], part, weight)
                 for weight in weights.shards(rank) if weight.storage in layout
-                for part in _parts_in_share(weight, layout[weight.storage]) for kind in kinds]
+                for part in parts_in_share(weight, layout[weight.storage]) for kind in kinds]
 
     return ShardMap(shapes, weights.ranks, shards_of)
 
@@ -86,22 +86,22 @@ def gather_layouts(layout: FlatLayout, world: World) -> dict[int, FlatLayout]:
     return dict(gathered)
 
 
-def _of_kind(kind: StateKind, place: FlatPlace, part: Box, weight: Shard) -> Shard:
-    box = Box(state_name(kind, part.name), part.lo, part.hi)
-    offset = place.first + _position(weight, part.lo) - place.start
-    return Shard(box, storage_name(kind, place.bucket), offset, weight.strides)
-
-
-def _parts_in_share(weight: Shard, place: FlatPlace) -> list[Box]:
+def parts_in_share(weight: Shard, place: FlatPlace) -> list[Box]:
     """The parts of a shard whose elements lie in the share, in the order of memory."""
     lo, hi = place.start - place.first, place.end - place.first  # as positions in the parameter
     return [Box(weight.box.name, tuple(first), tuple(last))
             for first, last in _parts(weight, list(weight.box.lo), 0, lo, hi)]
 
 
-def _position(weight: Shard, at: Sequence[int]) -> int:
+def position(weight: Shard, at: Sequence[int]) -> int:
     """Where element `at` of the canonical tensor lies in the parameter."""
     return weight.offset + sum((i - lo) * s for i, lo, s in zip(at, weight.box.lo, weight.strides, strict=True))
+
+
+def _of_kind(kind: StateKind, place: FlatPlace, part: Box, weight: Shard) -> Shard:
+    box = Box(state_name(kind, part.name), part.lo, part.hi)
+    offset = place.first + position(weight, part.lo) - place.start
+    return Shard(box, storage_name(kind, place.bucket), offset, weight.strides)
 
 
 def _parts(weight: Shard, at: list[int], dim: int, lo: int, hi: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -114,7 +114,7 @@ def _parts(weight: Shard, at: list[int], dim: int, lo: int, hi: int) -> Iterator
     inside = list(zip(box.shape[dim + 1 :], weight.strides[dim + 1 :], strict=True))
     span = 1 + sum((size - 1) * step for size, step in inside)
     assert box.shape[dim] == 1 or span <= stride, (weight, dim)
-    base = _position(weight, [*at[:dim], *box.lo[dim:]])
+    base = position(weight, [*at[:dim], *box.lo[dim:]])
     count = box.shape[dim]
     touched = range(max(0, (lo - base - span) // stride + 1), min(count, ceil_div(hi - base, stride)))
     whole = range(max(touched.start, ceil_div(lo - base, stride)), min(touched.stop, (hi - base - span) // stride + 1))
