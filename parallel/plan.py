@@ -1,16 +1,23 @@
 """TransferPlan: which boxes go from which rank to which, to fill every destination box without a redundant byte.
 
-Pure planning. Every rank computes the same plan from the two shard maps alone; `transfer` carries it out.
+Pure planning. Every rank works out its own part from the two shard maps alone; `transfer` carries it out. Which regions
+there are is `cells`', who sends them is `routes`'.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from hybridflow.parallel.box import Box, Shard
+from hybridflow.parallel.cells import Cell, Kind, Owners, disjoint, find_cells
+from hybridflow.parallel.nodes import ONE_NODE, Nodes
+from hybridflow.parallel.routes import Edge, Routes
 from hybridflow.parallel.shard_map import ShardMap
+
+MIN_CUT = 1 << 16  # elements: smaller cells are not worth a message more
+CUTS_PER_HOLDER = 4  # uneven by an eighth of a holder's share at most, on average
 
 
 @dataclass(frozen=True)
@@ -30,56 +37,126 @@ class Copy:
     hop: int = 0
 
 
-@dataclass(frozen=True)
 class TransferPlan:
     """Copies that fill every shard of a destination map from a source map.
 
     Per rank the elements received equal the lower bound: those of its destination boxes that it does not hold itself.
-    Among replicas of a source box the one that has sent least so far is chosen, then the nearest rank.
+    They come from a rank of the same node if one has them; else they enter the node once and are passed on inside it.
+    Equal holders send equally much. Where the demanders are no holders of anything, they pass on between nodes too, so
+    that a few holders are no funnel.
+
+    A rank's part is worked out when it is asked for, and nobody else's: what is made for all ranks at once is an index
+    of cells, whose size is that of the distinct boxes.
 
     Example: tp2 -> tp1 dp2 of an 8 x 6 matrix: each of the two ranks receives the 4 x 6 half that the other holds.
     """
 
-    copies: tuple[Copy, ...]
-    _by_rank: dict[int, tuple[Copy, ...]] = field(default_factory=dict, repr=False, compare=False)
-
-    @classmethod
-    def between(cls, src: ShardMap, dst: ShardMap) -> TransferPlan:
-        """Plan `src` -> `dst` for all ranks.
+    def __init__(self, src: ShardMap, dst: ShardMap, nodes: Nodes = ONE_NODE) -> None:
+        """Plan `src` -> `dst`.
 
         Raises:
             ValueError: canonical shapes differ, or a destination box that no rank holds (all are listed).
         """
-        _check_shapes(src, dst)
-        holders = {name: _RowIndex(boxes) for name, boxes in _holders(src).items()}
-        nothing = _RowIndex({})
-        sent: Counter[int] = Counter()
-        copies: list[Copy] = []
-        lost: list[str] = []
-        for rank in dst.ranks:
-            for box, shards in _places(dst, rank).items():
-                found, missing = _sources(box, rank, holders.get(box.name, nothing), sent)
-                copies += [Copy(source, rank, part, shard, shards) for source, part, shard in found]
-                lost += [f"{part.name}[{part.lo}:{part.hi}] wanted by rank {rank}" for part in missing]
-        if lost:
-            raise ValueError(f"no rank holds {len(lost)} destination boxes: {'; '.join(lost[:5])}")
-        return cls(tuple(copies))
+        self.src, self.dst, self.nodes = src, dst, nodes
+        self._by_rank: dict[int, tuple[Copy, ...]] = {}
+        groups: dict[tuple[tuple[Kind, ...], tuple[Kind, ...]], list[Cell]] = defaultdict(list)
+        for cell in find_cells(src, dst):
+            groups[tuple(cell.holders), tuple(cell.wanters)].append(cell)
+        self._groups = [_Group(holders, wanters, cells, self) for (holders, wanters), cells in groups.items()]
+
+    @classmethod
+    def between(cls, src: ShardMap, dst: ShardMap, nodes: Nodes = ONE_NODE) -> TransferPlan:
+        """The plan `src` -> `dst`.
+
+        Raises:
+            ValueError: canonical shapes differ, or a destination box that no rank holds (all are listed).
+        """
+        return cls(src, dst, nodes)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank of either map, ascending."""
+        return tuple(sorted({*self.src.ranks, *self.dst.ranks}))
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """The copies of all ranks, each once: for small worlds and for tests."""
+        return tuple(copy for rank in self.dst.ranks for copy in self.of_rank(rank) if copy.dest == rank)
 
     def of_rank(self, rank: int) -> tuple[Copy, ...]:
-        """The copies that `rank` sends, receives or keeps."""
+        """The copies that `rank` sends, receives or keeps.
+
+        Both ends of a wire list its copies of a hop in the same order: that of the sender's shards.
+        """
         if rank not in self._by_rank:
-            self._by_rank[rank] = tuple(c for c in self.copies if rank in (c.source, c.dest))
+            placed = [found for group in self._groups for found in group.copies(rank)]
+            placed.sort(key=lambda each: (each[0].hop, each[1], each[0].box.name, each[0].box.lo))
+            self._by_rank[rank] = tuple(copy for copy, _ in placed)
         return self._by_rank[rank]
 
     def received_numel(self, rank: int) -> int:
         """Elements that cross a wire to `rank`."""
         return sum(c.box.numel for c in self.of_rank(rank) if c.dest == rank != c.source)
 
+    def sent_numel(self, rank: int) -> int:
+        """Elements that cross a wire from `rank`."""
+        return sum(c.box.numel for c in self.of_rank(rank) if c.source == rank != c.dest)
+
+    def wires(self, rank: int) -> set[tuple[int, int]]:
+        """(source, destination) of every wire that ends at `rank`: one for each direction and peer."""
+        return {(c.source, c.dest) for c in self.of_rank(rank) if c.source != c.dest}
+
     @property
     def max_peers(self) -> int:
         """The most wires (one for each direction and peer) that meet at one rank."""
-        wires = {(c.source, c.dest) for c in self.copies if c.source != c.dest}
-        return max(Counter(rank for wire in wires for rank in wire).values(), default=0)
+        return max((len(self.wires(rank)) for rank in self.ranks), default=0)
+
+
+class _Group:
+    """All cells that the same kinds hold and the same kinds want: their routes are the same but for turns."""
+
+    def __init__(self, holders: tuple[Kind, ...], wanters: tuple[Kind, ...], cells: list[Cell],
+                 plan: TransferPlan) -> None:
+        self._holders, self._wanters, self._cells, self._plan = frozenset(holders), frozenset(wanters), cells, plan
+        self._made: tuple[Routes, list[Cell]] | None = None
+
+    def copies(self, rank: int) -> Iterator[tuple[Copy, int]]:
+        """The copies that `rank` takes part in, each with the place of its source's shard in the source's list."""
+        src, dst = self._plan.src, self._plan.dst
+        holds = rank in src and src.kind_of(rank) in self._holders
+        wants = rank in dst and dst.kind_of(rank) in self._wanters
+        if holds and wants:
+            for cell in self._cells:
+                yield self._copy(cell, Edge(rank, rank, 0))
+        if holds or wants:
+            routes, cells = self._routes()
+            for turn, cell in enumerate(cells):
+                for edge in routes.edges(rank, turn):
+                    yield self._copy(cell, edge)
+
+    def _copy(self, cell: Cell, edge: Edge) -> tuple[Copy, int]:
+        src, dst = self._plan.src, self._plan.dst
+        wanted = cell.wanters[dst.kind_of(edge.dest)]
+        [first, *_] = (cell.holders[src.kind_of(edge.source)] if edge.hop == 0
+                       else cell.wanters[dst.kind_of(edge.source)])
+        shards = tuple(placed.shard for placed in wanted)
+        return Copy(edge.source, edge.dest, cell.box, first.shard, shards, edge.hop), first.place
+
+    def _routes(self) -> tuple[Routes, list[Cell]]:
+        """The routes, and the cells in the order of their turns: large ones first, so that sizes take turns too."""
+        if self._made is None:
+            src, dst = self._plan.src, self._plan.dst
+            holders = sorted(rank for kind in self._holders for rank in src.kinds[kind])
+            held = frozenset(holders)
+            demanders = sorted(rank for kind in self._wanters for rank in dst.kinds[kind] if rank not in held)
+            routes = Routes(tuple(holders), tuple(demanders), self._plan.nodes,
+                            idle=not any(rank in src for rank in demanders))
+            cells = self._cells
+            if demanders and not routes.is_even:
+                share = sum(cell.box.numel for cell in cells) // (CUTS_PER_HOLDER * len(holders))
+                cells = [part for cell in cells for part in cell.cut(max(MIN_CUT, share))]
+            self._made = routes, sorted(cells, key=lambda cell: -cell.box.numel) if demanders else []
+        return self._made
 
 
 def lower_bound_numel(src: ShardMap, dst: ShardMap, rank: int) -> int:
@@ -87,7 +164,7 @@ def lower_bound_numel(src: ShardMap, dst: ShardMap, rank: int) -> int:
     total, held = 0, defaultdict(set)
     for shard in src.shards(rank):
         held[shard.box.name].add(shard.box)
-    for box in {shard.box for shard in dst.shards(rank)}:
+    for box in _without_overlaps({shard.box for shard in dst.shards(rank)}):
         missing = [box]
         for mine in held[box.name]:
             missing = [rest for part in missing for rest in part.subtract(mine)]
@@ -95,91 +172,9 @@ def lower_bound_numel(src: ShardMap, dst: ShardMap, rank: int) -> int:
     return total
 
 
-def _check_shapes(src: ShardMap, dst: ShardMap) -> None:
-    faults = [f"{name}: {src.shapes.get(name, 'not in the source')} -> {shape}"
-              for name, shape in dst.shapes.items() if src.shapes.get(name) != shape]
-    if faults:
-        raise ValueError(f"source and destination disagree on {len(faults)} tensors: {'; '.join(faults[:5])}")
-
-
-def _holders(src: ShardMap) -> dict[str, dict[Box, dict[int, Shard]]]:
-    """For each canonical tensor its distinct source boxes, and the ranks (with their shard) that hold each."""
-    holders: dict[str, dict[Box, dict[int, Shard]]] = defaultdict(dict)
-    for rank in src.ranks:
-        for shard in src.shards(rank):
-            holders[shard.box.name].setdefault(shard.box, {}).setdefault(rank, shard)
-    return holders
-
-
-def _places(dst: ShardMap, rank: int) -> dict[Box, tuple[Shard, ...]]:
-    places: dict[Box, tuple[Shard, ...]] = {}
-    for shard in dst.shards(rank):
-        places[shard.box] = (*places.get(shard.box, ()), shard)
-    return places
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A distinct source box, the ranks that hold it with their shards, and its place among those of its tensor."""
-
-    place: int
-    box: Box
-    ranks: dict[int, Shard]
-
-
-class _RowIndex:
-    """The distinct source boxes of one tensor, found by their extent along the first dim.
-
-    Boxes are dealt to lanes in which no two share a row, so that each lane is sorted by both ends. A table of whole
-    rows that are held once has one lane; a tensor cut by columns has one for each cut.
-    """
-
-    def __init__(self, boxes: dict[Box, dict[int, Shard]]) -> None:
-        self.lanes: list[tuple[list[int], list[_Held]]] = []  # ends along the first dim, and boxes
-        held = [_Held(place, box, ranks) for place, (box, ranks) in enumerate(boxes.items())]
-        for each in sorted(held, key=lambda each: each.box.lo[0]):
-            lane = next((lane for lane in self.lanes if lane[0][-1] <= each.box.lo[0]), None)
-            if lane is None:
-                self.lanes.append(lane := ([], []))
-            lane[0].append(each.box.hi[0])
-            lane[1].append(each)
-
-    def near(self, box: Box, rank: int) -> list[_Held]:
-        """The boxes that share rows with `box`, those that `rank` holds first, else in the order of the source map."""
-        found: list[_Held] = []
-        for ends, lane in self.lanes:
-            first = bisect_right(ends, box.lo[0])
-            last = first
-            while last < len(lane) and lane[last].box.lo[0] < box.hi[0]:
-                last += 1
-            found += lane[first:last]
-        return sorted(found, key=lambda each: (rank not in each.ranks, each.place))
-
-
-def _sources(box: Box, rank: int, held: _RowIndex,
-             sent: Counter[int]) -> tuple[list[tuple[int, Box, Shard]], list[Box]]:
-    """Cover `box` by parts of source boxes, what `rank` holds itself first; also what stays uncovered."""
-    parts, missing = _cover(box, held.near(box, rank), len(held.lanes) == 1)
-    found: list[tuple[int, Box, Shard]] = []
-    for each, part in parts:
-        source = rank if rank in each.ranks else min(each.ranks, key=lambda r: (sent[r], abs(r - rank), r))
-        sent[source] += part.numel * (source != rank)
-        found.append((source, part, each.ranks[source]))
-    return found, missing
-
-
-def _cover(box: Box, near: list[_Held], disjoint: bool) -> tuple[list[tuple[_Held, Box]], list[Box]]:
-    """Parts of `box`, each with the first of `near` that has it, and what none has.
-
-    Peeling one source box after another off what is left is quadratic in their number. Where they are known to be
-    `disjoint` and cover the box, each gives its whole intersection.
-    """
-    if disjoint:
-        parts = [(each, part) for each in near if (part := box.intersect(each.box)) is not None]
-        if sum(part.numel for _, part in parts) == box.numel:
-            return parts, []
-    parts, missing = [], [box]
-    for each in near:
-        parts += [(each, common) for part in missing if (common := part.intersect(each.box)) is not None]
-        missing = [rest for part in missing for rest in part.subtract(each.box)]
-    return parts, missing
+def _without_overlaps(boxes: set[Box]) -> list[Box]:
+    """Disjoint boxes that cover the same."""
+    by_name: dict[str, dict[Box, Owners]] = defaultdict(dict)
+    for box in boxes:
+        by_name[box.name][box] = {}
+    return [piece.box for named in by_name.values() for piece in disjoint(named)]

@@ -43,9 +43,12 @@ class ShardMap:
     def _members(self) -> frozenset[int]:
         return frozenset(self.ranks)
 
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._members
+
     def shards(self, rank: int) -> tuple[Shard, ...]:
         """The shards of `rank`; none for a rank outside the map."""
-        if rank not in self._members:
+        if rank not in self:
             return ()
         kind = self.kind_of(rank)
         if kind not in self._kept:

@@ -1,0 +1,174 @@
+"""Cells: the smallest regions that move as a whole, found from the boxes of two ShardMaps.
+
+Owns the geometry: a cell lies in one piece of the source's boxes and one of the destination's, so the same kinds of
+rank hold all of it and the same kinds want all of it. Looks at kinds of ranks only, and chooses no sender.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from hybridflow.parallel.box import Box, Shard
+from hybridflow.parallel.shard_map import ShardMap
+
+Kind = Hashable
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A shard and its place in its rank's list of shards."""
+
+    place: int
+    shard: Shard
+
+
+Owners = dict[Kind, tuple[Placed, ...]]  # the kinds of rank that have a box, and where
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A region inside every box that it touches, and who has it; the pieces of one tensor are disjoint."""
+
+    box: Box
+    owners: Owners = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`box` lies in one source piece, whose `holders` have it, and in one destination piece, whose `wanters` want it.
+
+    Example: tp 2 -> tp 1 of an 8 x 6 matrix: two cells of 4 x 6, each held by one kind and wanted by the only other.
+    """
+
+    box: Box
+    holders: Owners = field(repr=False, compare=False)
+    wanters: Owners = field(repr=False, compare=False)
+
+    def cut(self, max_numel: int) -> list[Cell]:
+        """The cell in parts of at most so many elements."""
+        return [Cell(box, self.holders, self.wanters) for box in self.box.cut(max_numel)]
+
+
+def find_cells(src: ShardMap, dst: ShardMap) -> list[Cell]:
+    """All cells, tensor by tensor in the order of `dst.shapes`.
+
+    Raises:
+        ValueError: canonical shapes differ, or a destination box that no rank holds (all are listed).
+    """
+    _check_shapes(src, dst)
+    held, wanted = _boxes(src), _boxes(dst)
+    cells: list[Cell] = []
+    lost: list[str] = []
+    for name in dst.shapes:
+        index = _RowIndex(disjoint(held.get(name, {})))
+        for piece in disjoint(wanted.get(name, {})):
+            found = [Cell(box, near.owners, piece.owners) for near, box in index.parts(piece.box)]
+            cells += found
+            if sum(cell.box.numel for cell in found) < piece.box.numel:
+                lost += _lost(piece, found, dst)
+    if lost:
+        raise ValueError(f"no rank holds {len(lost)} destination boxes: {'; '.join(lost[:5])}")
+    return cells
+
+
+def disjoint(boxes: Mapping[Box, Owners]) -> list[Piece]:
+    """Disjoint pieces of boxes of one tensor, such that every box is a union of pieces; in ascending order.
+
+    Boxes that share no row cannot overlap: only those of one run of overlapping rows are compared with each other.
+    """
+    pieces: list[Piece] = []
+    for run in _runs(boxes):
+        pieces += [Piece(run[0], boxes[run[0]])] if len(run) == 1 else _peel({box: boxes[box] for box in run})
+    return pieces
+
+
+def _check_shapes(src: ShardMap, dst: ShardMap) -> None:
+    faults = [f"{name}: {src.shapes.get(name, 'not in the source')} -> {shape}"
+              for name, shape in dst.shapes.items() if src.shapes.get(name) != shape]
+    if faults:
+        raise ValueError(f"source and destination disagree on {len(faults)} tensors: {'; '.join(faults[:5])}")
+
+
+def _boxes(shard_map: ShardMap) -> dict[str, dict[Box, Owners]]:
+    """For each canonical tensor its distinct boxes and who has them."""
+    found: dict[str, dict[Box, Owners]] = {}
+    for kind, ranks in shard_map.kinds.items():
+        for place, shard in enumerate(shard_map.shards(ranks[0])):
+            owners = found.setdefault(shard.box.name, {}).setdefault(shard.box, {})
+            owners[kind] = (*owners.get(kind, ()), Placed(place, shard))
+    return found
+
+
+def _runs(boxes: Iterable[Box]) -> Iterator[list[Box]]:
+    """Boxes in ascending order, in runs whose rows hang together."""
+    run: list[Box] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: (box.lo, box.hi)):
+        if run and box.lo[0] >= end:
+            yield run
+            run = []
+        end = box.hi[0] if not run else max(end, box.hi[0])
+        run.append(box)
+    if run:
+        yield run
+
+
+def _peel(boxes: Mapping[Box, Owners]) -> list[Piece]:
+    """As `disjoint`, comparing each box with all pieces so far."""
+    pieces: list[Piece] = []
+    for box, owners in boxes.items():
+        rest, after = [box], []
+        for piece in pieces:
+            common = piece.box.intersect(box)
+            if common is None:
+                after.append(piece)
+                continue
+            after.append(Piece(common, _merged(piece.owners, owners)))
+            after += [Piece(part, piece.owners) for part in piece.box.subtract(common)]
+            rest = [left for part in rest for left in part.subtract(common)]
+        pieces = after + [Piece(part, owners) for part in rest]
+    return sorted(pieces, key=lambda piece: piece.box.lo)
+
+
+def _merged(first: Owners, second: Owners) -> Owners:
+    return {kind: (*first.get(kind, ()), *second.get(kind, ())) for kind in (*first, *(k for k in second
+                                                                                      if k not in first))}
+
+
+def _lost(piece: Piece, found: list[Cell], dst: ShardMap) -> list[str]:
+    missing = [piece.box]
+    for cell in found:
+        missing = [rest for part in missing for rest in part.subtract(cell.box)]
+    rank = dst.kinds[next(iter(piece.owners))][0]
+    return [f"{part.name}[{part.lo}:{part.hi}] wanted by rank {rank}" for part in missing]
+
+
+class _RowIndex:
+    """The disjoint pieces of one tensor, found by their extent along the first dim.
+
+    Pieces are dealt to lanes in which no two share a row, so that each lane is sorted by both ends. A table of whole
+    rows has one lane; a tensor cut by columns has one for each cut.
+    """
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self._lanes: list[tuple[list[int], list[Piece]]] = []  # ends along the first dim, and pieces
+        for piece in pieces:
+            lane = next((lane for lane in self._lanes if lane[0][-1] <= piece.box.lo[0]), None)
+            if lane is None:
+                self._lanes.append(lane := ([], []))
+            lane[0].append(piece.box.hi[0])
+            lane[1].append(piece)
+
+    def parts(self, box: Box) -> list[tuple[Piece, Box]]:
+        """The pieces that `box` meets and what it has of each, in ascending order."""
+        found: list[tuple[Piece, Box]] = []
+        for ends, lane in self._lanes:
+            place = bisect_right(ends, box.lo[0])
+            while place < len(lane) and lane[place].box.lo[0] < box.hi[0]:
+                common = box.intersect(lane[place].box)
+                if common is not None:
+                    found.append((lane[place], common))
+                place += 1
+        return found if len(self._lanes) == 1 else sorted(found, key=lambda each: each[1].lo)
