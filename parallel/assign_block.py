@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, islice
 from math import comb
 
 import numpy as np
@@ -24,21 +24,32 @@ def solve_block(task: Task, block: Block, group_size: int) -> list[int]:
     """For each place of the block the member that takes it: fewest elements received; then fewest over slow links, each
     counted once for a node; then near the order of the ranks.
 
+    The first is exact. So is the second, unless there are more than `MAX_CHOICES`: then what comes over slow links is
+    counted for each rank where groups are of one place, and else nodes choose among the groups that suit them best
+    (which may cost the first aim too).
+
     Args:
         group_size: how many consecutive places must go to one node; 1 leaves all free.
     """
-    wants, node = task.wants[list(block.places)], task.node[list(block.members)]
+    has, wants, node = task.has[list(block.members)], task.wants[list(block.places)], task.node[list(block.members)]
     groups = [tuple(group) for group in wants.reshape(-1, group_size).tolist()]
     near = [np.flatnonzero(node == each).tolist() for each in np.unique(node)]
-    has = [task.has[[block.members[member] for member in members]] for members in near]
-    if len(near) > 1 and group_size == 1 and _num_choices(has, groups, group_size) > MAX_CHOICES:
-        return _solve_at_once(task, task.has[list(block.members)], wants, node)
+    if group_size > 1 and len(near) > 1:
+        return _solve_by_node(task, has, groups, near)
+    at_once = _solve_at_once(task, has, wants, near)
+    if _cost(task, has, wants, near, at_once)[1] == 0 or _num_choices([has[m] for m in near], groups) > MAX_CHOICES:
+        return at_once
+    return min(at_once, _solve_by_node(task, has, groups, near), key=lambda taker: _cost(task, has, wants, near, taker))
+
+
+def _solve_by_node(task: Task, has: Ints, groups: Sequence[Group], near: Sequence[list[int]]) -> list[int]:
+    """As `solve_block`, node by node (`near`: the members of each)."""
     teams: dict[Group, list[list[int]]] = defaultdict(list)  # members that take a group, by what it wants
-    for members, kinds, chosen in zip(near, has, _share_out(task, has, groups, group_size)):
-        taken = np.array(chosen).reshape(-1)
-        team = _match(task, kinds, taken, members)
+    for members, chosen in zip(near, _share_out(task, [has[members] for members in near], groups)):
+        taken, size = np.array(chosen).reshape(-1), len(chosen[0])
+        team = _match(task, has[members], taken, members)
         for index, group in enumerate(chosen):
-            teams[group].append(team[index * group_size:(index + 1) * group_size])
+            teams[group].append(team[index * size:(index + 1) * size])
     queues = {group: iter(each) for group, each in teams.items()}
     return [member for group in groups for member in next(queues[group])]
 
@@ -50,17 +61,37 @@ def _match(task: Task, has: Ints, wants: Ints, members: Sequence[int], *further:
     return _in_order(wants, wants[columns], members)
 
 
-def _solve_at_once(task: Task, has: Ints, wants: Ints, node: Ints) -> list[int]:
+def _solve_at_once(task: Task, has: Ints, wants: Ints, near: Sequence[list[int]]) -> list[int]:
     """As `solve_block` without groups, but what comes over slow links is counted for every rank of a node."""
-    return _match(task, has, wants, range(len(has)), _far(task, has, node)[:, wants])
+    return _match(task, has, wants, range(len(has)), _far(task, has, near)[:, wants], _apart(wants))
 
 
-def _far(task: Task, has: Ints, node: Ints) -> Ints:
+def _cost(task: Task, has: Ints, wants: Ints, near: Sequence[list[int]], taker: Sequence[int]) -> tuple[int, int]:
+    """Elements that the block receives in all, and over slow links, if member `taker[i]` takes place i."""
+    wanted = np.empty_like(wants)
+    wanted[list(taker)] = wants  # by each member
+    far = [task.wanted[wanted[members]].any(axis=0) & ~task.held[has[members]].any(axis=0) for members in near]
+    return int(task.received[has, wanted].sum()), int(sum(each @ task.numel for each in far))
+
+
+def _apart(wants: Ints) -> Ints:
+    """`[members, places]`: how many replicas apart a member is from a place, where members in order are dealt out to
+    the replicas (the i-th of the places that want a kind is replica i's): keeps a replica's ranks together.
+    """
+    seen: Counter[int] = Counter()
+    turn = []
+    for kind in wants.tolist():
+        turn.append(seen[kind])
+        seen[kind] += 1
+    total = np.array([seen[kind] for kind in wants.tolist()])
+    return np.abs(np.arange(len(wants))[:, None] * total // len(wants) - np.array(turn))
+
+
+def _far(task: Task, has: Ints, near: Sequence[list[int]]) -> Ints:
     """`[members, destination kinds]`: elements of a kind that no member of this one's node has."""
     far = np.empty((len(has), len(task.wanted)), dtype=np.int64)
-    for each in np.unique(node):
-        lacks = ~task.held[has[node == each]].any(axis=0)
-        far[node == each] = lacks * task.numel @ task.wanted.T
+    for members in near:
+        far[members] = ~task.held[has[members]].any(axis=0) * task.numel @ task.wanted.T
     return far
 
 
@@ -73,20 +104,20 @@ def _in_order(wants: Ints, taken: Ints, members: Sequence[int]) -> list[int]:
     return [next(turns[kind]) for kind in wants.tolist()]
 
 
-def _share_out(task: Task, has: Sequence[Ints], groups: Sequence[Group], group_size: int) -> list[list[Group]]:
+def _share_out(task: Task, has: Sequence[Ints], groups: Sequence[Group]) -> list[list[Group]]:
     """For each node, whose members have the kinds `has`, the groups that it takes of all `groups`.
 
     What a node receives depends on the groups that it takes together, so that each such set is a choice with a cost.
     """
     distinct = list(dict.fromkeys(groups))
     number = {group: index for index, group in enumerate(distinct)}
-    ends = np.cumsum([len(kinds) // group_size for kinds in has])
-    usual = [list(part) for part in (groups[end - len(kinds) // group_size:end] for kinds, end in zip(has, ends))]
-    if len(distinct) == 1 or len(has) == 1:
+    remaining = iter(groups)
+    usual = [list(islice(remaining, len(kinds) // len(groups[0]))) for kinds in has]
+    if len(distinct) == 1:
         return usual
     usual_choices = [tuple(sorted(number[group] for group in part)) for part in usual]
     choices = _choices(task, has, [len(part) for part in usual], distinct, usual_choices,
-                       _num_choices(has, groups, group_size) <= MAX_CHOICES)
+                       _num_choices(has, groups) <= MAX_CHOICES)
     prices: dict[tuple[tuple[int, ...], Choice], tuple[int, int]] = {}
     costs = []
     for kinds, options, habit in zip(has, choices, usual_choices):
@@ -103,12 +134,12 @@ def _share_out(task: Task, has: Sequence[Ints], groups: Sequence[Group], group_s
             for part, choice, habit in zip(usual, taken, usual_choices)]
 
 
-def _num_choices(has: Sequence[Ints], groups: Sequence[Group], group_size: int) -> int:
+def _num_choices(has: Sequence[Ints], groups: Sequence[Group]) -> int:
     """How many sets of groups all nodes have to choose from, nodes of equal members counted once."""
     num_distinct = len(set(groups))
     if num_distinct == 1:
         return 1
-    return sum(comb(len(kinds) // group_size + num_distinct - 1, num_distinct - 1)
+    return sum(comb(len(kinds) // len(groups[0]) + num_distinct - 1, num_distinct - 1)
                for kinds in {tuple(sorted(kinds.tolist())) for kinds in has})
 
 

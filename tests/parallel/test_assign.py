@@ -8,6 +8,7 @@ import pytest
 
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.weights import decoder_shard_map
+from hybridflow.parallel import assign_block, assign_task
 from hybridflow.parallel.assign import assign
 from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.mesh import Grid, Layout
@@ -222,3 +223,45 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"tp 8 does not fit into nodes: 4 of node 0's .*use tp 4"):
         assign(source, Grid.of(Layout(2, 4)), Layout(8), decoder(EVEN), nodes=Nodes(4), tp_within_node=True)
     assert assign(source, Grid.of(Layout(2, 4)), Layout(8), decoder(EVEN), nodes=Nodes(4)).layout == Layout(8)
+
+
+def test_where_there_are_too_many_choices(monkeypatch: pytest.MonkeyPatch):
+    """Still fewest bytes where tensor groups are free; where they are not, each still lies in a node."""
+    monkeypatch.setattr(assign_block, "MAX_CHOICES", 3)
+    nodes, model = Nodes(4), tiny_model(num_heads=8, head_dim=2)
+    for train in (Layout(1, 4, 2), Layout(4, 2, 1)):
+        for generation in (Layout(2, 4, 1), Layout(2, 2, 2), Layout(8)):
+            grid, counted = solved(Grid.of(train), decoder(model), generation, decoder(model), nodes)
+            assert counted.total(grid.ranks) == counted.least()
+            if generation.tp <= 4:
+                grid, counted = solved(Grid.of(train), decoder(model), generation, decoder(model), nodes, True)
+                assert in_node(grid.ranks, generation.tp, nodes)
+                assert counted.total(grid.ranks) == least_within(counted, generation, nodes)
+
+
+def test_where_nodes_do_not_fit_the_stages(monkeypatch: pytest.MonkeyPatch):
+    """Twelve ranks on nodes of five hang together; in blocks that cut nodes the total is the least all the same."""
+    nodes, model = Nodes(5), tiny_model(num_layers=6)
+    for limit in (2048, 4):
+        monkeypatch.setattr(assign_task, "MAX_BLOCK", limit)
+        for train, generation in ((Layout(2, 2, 3), Layout(4, 1, 3)), (Layout(1, 3, 4), Layout(2, 1, 6))):
+            grid, counted = solved(Grid.of(train), decoder(model), generation, decoder(model), nodes)
+            assert counted.total(grid.ranks) == counted.least()
+
+
+@pytest.mark.parametrize(("train", "layers", "generation"), [
+    (Layout(8, 16, 128), (7, *(8,) * 14, 7), Layout(8, 1, 2048)),
+    (Layout(8, 16, 128), (7, *(8,) * 14, 7), Layout(16, 1, 1024)),
+    (Layout(8, 9, 4), None, Layout(4, 9, 8)),  # a node takes two groups, of any two stages
+], ids=str)
+def test_many_ranks_and_layers(train: Layout, layers: tuple[int, ...] | None, generation: Layout):
+    """126 layers on up to 16,384 ranks: every rank keeps its tensor part, and groups lie in nodes where they fit."""
+    model = tiny_model(num_layers=126, hidden_size=64, num_heads=16, num_kv_heads=8, head_dim=4, vocab_size=64,
+                       intermediate_size=96)
+    nodes, within = Nodes(8), generation.tp <= 8
+    grid = assign(decoder(model, 1, layers)(Grid.of(train)), Grid.of(train), generation, decoder(model), nodes=nodes,
+                  tp_within_node=within)
+    for rank in grid.ranks:
+        before, after = rank % train.tp / train.tp, grid.coord(rank).tp / generation.tp  # where its part starts
+        assert before <= after < before + 1 / train.tp or after <= before < after + 1 / generation.tp
+    assert not within or in_node(grid.ranks, generation.tp, nodes)
