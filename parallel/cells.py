@@ -7,13 +7,18 @@ rank hold all of it and the same kinds want all of it. Looks at kinds of ranks o
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hybridflow.parallel.arithmetic import ceil_div
 from hybridflow.parallel.box import Box, Shard
+from hybridflow.parallel.routes import Turn
 from hybridflow.parallel.shard_map import ShardMap
 
 Kind = Hashable
+
+MIN_CUT = 1 << 14  # elements: less is not worth a message more
+CUT_PRECISION = 8  # turns may be longer or shorter than they should by one in so many
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,6 @@ class Cell:
     holders: Owners = field(repr=False, compare=False)
     wanters: Owners = field(repr=False, compare=False)
 
-    def cut(self, max_numel: int) -> list[Cell]:
-        """The cell in parts of at most so many elements."""
-        return [Cell(box, self.holders, self.wanters) for box in self.box.cut(max_numel)]
-
 
 def find_cells(src: ShardMap, dst: ShardMap) -> list[Cell]:
     """All cells, tensor by tensor in the order of `dst.shapes`.
@@ -73,15 +74,40 @@ def find_cells(src: ShardMap, dst: ShardMap) -> list[Cell]:
     return cells
 
 
+def in_turns(cells: Sequence[Cell], num_turns: int) -> Iterator[tuple[Turn, Cell]]:
+    """Cells in their order, each with its turn: turns are equally long stretches of all elements, end to end.
+
+    A cell that reaches over the end of a turn is cut there, unless that would cut off little. Fewer turns than asked
+    for are made of little.
+    """
+    total = sum(cell.box.numel for cell in cells)
+    num_turns = min(num_turns, max(len(cells), total // MIN_CUT))
+    grain = max(MIN_CUT, total // (num_turns * CUT_PRECISION))
+    start = 0
+    for cell in cells:
+        boxes = [cell.box]
+        while boxes:
+            box = boxes.pop()
+            end = ceil_div((start + grain) * num_turns, total) * total // num_turns - start
+            if end + grain <= box.numel:
+                boxes += reversed(_split(box, end, grain))
+                continue
+            middle = 2 * start + box.numel
+            yield Turn(middle * num_turns // (2 * total), num_turns), Cell(box, cell.holders, cell.wanters)
+            start += box.numel
+
+
 def disjoint(boxes: Mapping[Box, Owners]) -> list[Piece]:
     """Disjoint pieces of boxes of one tensor, such that every box is a union of pieces; in ascending order.
 
-    Boxes that share no row cannot overlap: only those of one run of overlapping rows are compared with each other.
+    Boxes that are apart along some dim cannot overlap: they are sorted apart along one dim after the other, as often as
+    that helps, and only what then hangs together is compared box by box.
     """
     pieces: list[Piece] = []
-    for run in _runs(boxes):
-        pieces += [Piece(run[0], boxes[run[0]])] if len(run) == 1 else _peel({box: boxes[box] for box in run})
-    return pieces
+    for cluster in _clusters(list(boxes)):
+        pieces += [Piece(cluster[0], boxes[cluster[0]])] if len(cluster) == 1 else _peel(
+            {box: boxes[box] for box in cluster})
+    return sorted(pieces, key=lambda piece: piece.box.lo)
 
 
 def _check_shapes(src: ShardMap, dst: ShardMap) -> None:
@@ -101,18 +127,47 @@ def _boxes(shard_map: ShardMap) -> dict[str, dict[Box, Owners]]:
     return found
 
 
-def _runs(boxes: Iterable[Box]) -> Iterator[list[Box]]:
-    """Boxes in ascending order, in runs whose rows hang together."""
-    run: list[Box] = []
+def _clusters(boxes: list[Box]) -> Iterator[list[Box]]:
+    """Boxes in clusters; boxes of different clusters do not overlap."""
+    for dim in range(len(boxes[0].lo) if len(boxes) > 1 else 0):
+        runs = _runs(boxes, dim)
+        if len(runs) > 1:
+            for run in runs:
+                yield from _clusters(run)
+            return
+    if boxes:
+        yield boxes
+
+
+def _runs(boxes: list[Box], dim: int) -> list[list[Box]]:
+    """Boxes in runs that hang together along a dim, ascending."""
+    runs: list[list[Box]] = []
     end = -1
-    for box in sorted(boxes, key=lambda box: (box.lo, box.hi)):
-        if run and box.lo[0] >= end:
-            yield run
-            run = []
-        end = box.hi[0] if not run else max(end, box.hi[0])
-        run.append(box)
-    if run:
-        yield run
+    for box in sorted(boxes, key=lambda box: (box.lo[dim], box.lo, box.hi)):
+        if box.lo[dim] >= end:
+            runs.append([])
+        runs[-1].append(box)
+        end = max(end, box.hi[dim])
+    return runs
+
+
+def _split(box: Box, at: int, grain: int) -> list[Box]:
+    """`box` in parts, of which none reaches over its element number `at` (in row-major order) by `grain` or more."""
+    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+    row_numel = box.numel // box.shape[dim]
+    row, rest = divmod(at, row_numel)
+    if min(rest, row_numel - rest) < grain:
+        row += 2 * rest >= row_numel
+        return [*_rows(box, dim, 0, row), *_rows(box, dim, row, box.shape[dim])]
+    [inner] = _rows(box, dim, row, row + 1)
+    return [*_rows(box, dim, 0, row), *_split(inner, rest, grain), *_rows(box, dim, row + 1, box.shape[dim])]
+
+
+def _rows(box: Box, dim: int, start: int, stop: int) -> list[Box]:
+    """The rows `[start, stop)` of a box along a dim; none where there are none."""
+    lo, hi = list(box.lo), list(box.hi)
+    lo[dim], hi[dim] = box.lo[dim] + start, box.lo[dim] + stop
+    return [Box(box.name, tuple(lo), tuple(hi))] if start < stop else []
 
 
 def _peel(boxes: Mapping[Box, Owners]) -> list[Piece]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from hybridflow.parallel.box import Box, Shard
-from hybridflow.parallel.cells import Cell, Kind, Owners, disjoint, find_cells
+from hybridflow.parallel.cells import Cell, Kind, Owners, disjoint, find_cells, in_turns
 from hybridflow.parallel.nodes import ONE_NODE, Nodes
-from hybridflow.parallel.routes import Edge, Routes
+from hybridflow.parallel.routes import Edge, Routes, Turn
 from hybridflow.parallel.shard_map import ShardMap
-
-MIN_CUT = 1 << 16  # elements: smaller cells are not worth a message more
-CUTS_PER_HOLDER = 4  # uneven by an eighth of a holder's share at most, on average
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,8 @@ class TransferPlan:
         groups: dict[tuple[tuple[Kind, ...], tuple[Kind, ...]], list[Cell]] = defaultdict(list)
         for cell in find_cells(src, dst):
             groups[tuple(cell.holders), tuple(cell.wanters)].append(cell)
-        self._groups = [_Group(holders, wanters, cells, self) for (holders, wanters), cells in groups.items()]
+        self._groups = [_Group(holders, wanters, cells, src, dst, nodes)
+                        for (holders, wanters), cells in groups.items()]
 
     @classmethod
     def between(cls, src: ShardMap, dst: ShardMap, nodes: Nodes = ONE_NODE) -> TransferPlan:
@@ -113,50 +112,50 @@ class TransferPlan:
 
 
 class _Group:
-    """All cells that the same kinds hold and the same kinds want: their routes are the same but for turns."""
+    """All cells that the same kinds hold and the same kinds want: they have their routes in common."""
 
-    def __init__(self, holders: tuple[Kind, ...], wanters: tuple[Kind, ...], cells: list[Cell],
-                 plan: TransferPlan) -> None:
-        self._holders, self._wanters, self._cells, self._plan = frozenset(holders), frozenset(wanters), cells, plan
-        self._made: tuple[Routes, list[Cell]] | None = None
+    def __init__(self, holders: tuple[Kind, ...], wanters: tuple[Kind, ...], cells: list[Cell], src: ShardMap,
+                 dst: ShardMap, nodes: Nodes) -> None:
+        self._holders, self._wanters, self._cells = frozenset(holders), frozenset(wanters), cells
+        self._src, self._dst, self._nodes = src, dst, nodes
 
     def copies(self, rank: int) -> Iterator[tuple[Copy, int]]:
         """The copies that `rank` takes part in, each with the place of its source's shard in the source's list."""
-        src, dst = self._plan.src, self._plan.dst
-        holds = rank in src and src.kind_of(rank) in self._holders
-        wants = rank in dst and dst.kind_of(rank) in self._wanters
+        holds = rank in self._src and self._src.kind_of(rank) in self._holders
+        wants = rank in self._dst and self._dst.kind_of(rank) in self._wanters
         if holds and wants:
             for cell in self._cells:
                 yield self._copy(cell, Edge(rank, rank, 0))
-        if holds or wants:
-            routes, cells = self._routes()
-            for turn, cell in enumerate(cells):
-                for edge in routes.edges(rank, turn):
-                    yield self._copy(cell, edge)
+        if (holds or wants) and self._demanders:
+            for turn, cells in self._turns.items():
+                for edge in self._routes.edges(rank, turn):
+                    for cell in cells:
+                        yield self._copy(cell, edge)
 
     def _copy(self, cell: Cell, edge: Edge) -> tuple[Copy, int]:
-        src, dst = self._plan.src, self._plan.dst
-        wanted = cell.wanters[dst.kind_of(edge.dest)]
-        [first, *_] = (cell.holders[src.kind_of(edge.source)] if edge.hop == 0
-                       else cell.wanters[dst.kind_of(edge.source)])
+        wanted = cell.wanters[self._dst.kind_of(edge.dest)]
+        [first, *_] = (cell.holders[self._src.kind_of(edge.source)] if edge.hop == 0
+                       else cell.wanters[self._dst.kind_of(edge.source)])
         shards = tuple(placed.shard for placed in wanted)
         return Copy(edge.source, edge.dest, cell.box, first.shard, shards, edge.hop), first.place
 
-    def _routes(self) -> tuple[Routes, list[Cell]]:
-        """The routes, and the cells in the order of their turns: large ones first, so that sizes take turns too."""
-        if self._made is None:
-            src, dst = self._plan.src, self._plan.dst
-            holders = sorted(rank for kind in self._holders for rank in src.kinds[kind])
-            held = frozenset(holders)
-            demanders = sorted(rank for kind in self._wanters for rank in dst.kinds[kind] if rank not in held)
-            routes = Routes(tuple(holders), tuple(demanders), self._plan.nodes,
-                            idle=not any(rank in src for rank in demanders))
-            cells = self._cells
-            if demanders and not routes.is_even:
-                share = sum(cell.box.numel for cell in cells) // (CUTS_PER_HOLDER * len(holders))
-                cells = [part for cell in cells for part in cell.cut(max(MIN_CUT, share))]
-            self._made = routes, sorted(cells, key=lambda cell: -cell.box.numel) if demanders else []
-        return self._made
+    @cached_property
+    def _demanders(self) -> frozenset[int]:
+        wanting = {rank for kind in self._wanters for rank in self._dst.kinds[kind]}
+        return frozenset(wanting.difference(*(self._src.kinds[kind] for kind in self._holders)))
+
+    @cached_property
+    def _routes(self) -> Routes:
+        holders = [rank for kind in self._holders for rank in self._src.kinds[kind]]
+        return Routes(holders, self._demanders, self._nodes,
+                      passing=not any(self._src.shards(rank) for rank in self._demanders))
+
+    @cached_property
+    def _turns(self) -> dict[Turn, list[Cell]]:
+        turns: dict[Turn, list[Cell]] = defaultdict(list)
+        for turn, cell in in_turns(self._cells, self._routes.num_turns):
+            turns[turn].append(cell)
+        return turns
 
 
 def lower_bound_numel(src: ShardMap, dst: ShardMap, rank: int) -> int:
