@@ -89,9 +89,9 @@ class Task:
         """All ranks and places in blocks, each of which has every kind in the proportion of the whole.
 
         A solution of blocks is then one of the whole: were there a better one, its average over the blocks would be a
-        better fractional solution of a block, and matchings have none better than the best whole one. (That covers
-        costs of each rank on its own. What a rank's neighbours have counts too where nodes matter; so nodes are kept
-        whole, and blocks are as alike as nodes are.)
+        better fractional solution of a block, and matchings have none better than the best whole one. Costs that
+        depend on a rank's neighbours are no matching; for their sake blocks are whole nodes, and what is best is best
+        for each block then.
 
         Args:
             whole_nodes: whether a node must lie in one block, however large that makes it.
