@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hybridflow.parallel.collectives import copy_to, gather_tokens, reduce_from, reduce_scatter_tokens
 from hybridflow.parallel.mesh import AxisGroup
+from hybridflow.parallel.tiles import Tiles
 
 
 class TakesWeightGrads(Protocol):
@@ -90,8 +91,11 @@ class ColumnParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features_per_rank, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features_per_rank, dtype=dtype, device=device)) if bias else None
         self.weight_grads: TakesWeightGrads | None = None
+        self.tiles: Tiles | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.tiles is not None:
+            return self.tiles.linear(x, self.bias)
         x = gather_tokens(x, self.tp) if self.sequence_parallel else copy_to(x, self.tp)
         return linear(x, self.weight, self.bias, self.weight_grads)
 
@@ -127,8 +131,12 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features_per_rank, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         self.weight_grads: TakesWeightGrads | None = None
+        self.tiles: Tiles | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = linear(x, self.weight, None, self.weight_grads)
+        if self.tiles is None:
+            partial = linear(x, self.weight, None, self.weight_grads)
+        else:
+            partial = self.tiles.linear(x, None)
         y = reduce_scatter_tokens(partial, self.tp) if self.sequence_parallel else reduce_from(partial, self.tp)
         return y if self.bias is None else y + self.bias

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hybridflow.parallel.collectives import all_gather, all_reduce, reduce_from, reduce_scatter_tokens
 from hybridflow.parallel.mesh import AxisGroup
+from hybridflow.parallel.tiles import Tiles
 
 # Logits of this many rows x local vocabulary exist at once (128 MiB in fp32), whatever the number of targets.
 LOGITS_AT_ONCE = 1 << 25
@@ -53,13 +54,17 @@ class VocabParallelEmbedding(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.start, self.end = vocab_range(vocab_size, tp.size, tp.index)
         self.weight = nn.Parameter(torch.empty(self.end - self.start, hidden_size, dtype=dtype, device=device))
+        self.tiles: Tiles | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return self._look_up(ids)
         row, mine = _local_rows(ids, self.start, self.end)
-        partial = F.embedding(row, self.weight).masked_fill(~mine[:, None], 0.0)
+        partial = self._look_up(row).masked_fill(~mine[:, None], 0.0)
         return reduce_scatter_tokens(partial, self.tp) if self.sequence_parallel else reduce_from(partial, self.tp)
+
+    def _look_up(self, row: Tensor) -> Tensor:
+        return F.embedding(row, self.weight) if self.tiles is None else self.tiles.embedding(row)
 
 
 def token_log_probs(
@@ -94,13 +99,17 @@ def token_log_probs(
     return _TokenLogProbs.apply(hidden, weight, targets, tp, start, temperature, with_entropy)
 
 
-def gather_logits(hidden: Tensor, weight: Tensor, tp: AxisGroup, vocab_size: int) -> Tensor:
+def gather_logits(hidden: Tensor, weight: Tensor | Tiles, tp: AxisGroup, vocab_size: int) -> Tensor:
     """Full logits `[rows, vocab]` (fp32, or fp64 for fp64 input) of `hidden` `[rows, hidden]`, on every rank of `tp`.
 
     For sampling: no gradient passes.
     """
     with torch.no_grad():
-        local = _matmul(_operand(hidden), _operand(weight).T)  # [rows, vocab/tp]
+        x = _operand(hidden)
+        if isinstance(weight, Tiles):
+            local = weight.rows_by(lambda rows: _matmul(x, _operand(rows).T))  # [rows, vocab/tp]
+        else:
+            local = _matmul(x, _operand(weight).T)
         if tp.size == 1:
             return local
         ranges = [vocab_range(vocab_size, tp.size, index) for index in range(tp.size)]

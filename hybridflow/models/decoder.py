@@ -27,6 +27,7 @@ from hybridflow.parallel.gradients import GradSync
 from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from hybridflow.parallel.mesh import AxisGroup, Mesh
 from hybridflow.parallel.schedules.chunks import Chunks
+from hybridflow.parallel.tiles import Tiles
 from hybridflow.parallel.vocab import VocabParallelEmbedding, gather_logits, token_log_probs, vocab_range
 
 
@@ -99,6 +100,7 @@ class HeadWeight(nn.Module):
     def __init__(self, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype, device=device))
+        self.tiles: Tiles | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,8 @@ class DecoderStage(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, hidden]` after the final norm -> `[rows, vocab]` on every tensor rank; no gradient passes."""
-        return gather_logits(hidden, self.head_weight, self.tp, self.config.vocab_size)
+        tiles = self.embed.tiles if self.head is None else self.head.tiles
+        return gather_logits(hidden, self.head_weight if tiles is None else tiles, self.tp, self.config.vocab_size)
 
     def grad_syncs(self) -> dict[str, GradSync]:
         """By parameter name: the groups that its gradient is summed over besides dp, and who counts its norm."""
