@@ -54,7 +54,7 @@ def move_rows(world: World, lengths: Sequence[int], src: RowsOfRank, dst: RowsOf
         `[entries of my dst rows, width]`.
     """
     width = values.shape[1]
-    plan = TransferPlan.between(row_map(lengths, src, width), row_map(lengths, dst, width))
+    plan = TransferPlan(row_map(lengths, src, width), row_map(lengths, dst, width))
     wanted = sum(lengths[row] for row in dst[world.rank])
     out = values.new_empty(wanted, width)
     execute(plan, world, {"rows": values.contiguous()}, {"rows": out}, wire_dtype=values.dtype)

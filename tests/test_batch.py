@@ -40,7 +40,7 @@ def test_rows_arrive_wherever_they_are_wanted():
 
 def test_replicated_rows_are_not_sent_twice():
     home = tuple(split_rows(range(10), 4))
-    plan = TransferPlan.between(row_map(LENGTHS, home, 1), row_map(LENGTHS, (tuple(range(10)),) * 4, 1))
+    plan = TransferPlan(row_map(LENGTHS, home, 1), row_map(LENGTHS, (tuple(range(10)),) * 4, 1))
     assert [plan.received_numel(rank) for rank in range(4)] == [
         sum(LENGTHS) - sum(LENGTHS[row] for row in rows) for rows in home]
 

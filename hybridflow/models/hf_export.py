@@ -121,7 +121,7 @@ def _write_weights(folder: Path, mine: list[NewFile], rounds: list[Round], shard
         for each in rounds:
             pieces = each.pieces.get(world.rank, [])
             buffer = torch.empty(sum(box.numel for _, box in pieces), dtype=each.dtype, device=world.device)
-            plan = TransferPlan.between(_only(shard_map, held, each), each.shard_map(shard_map.shapes))
+            plan = TransferPlan(_only(shard_map, held, each), each.shard_map(shard_map.shapes))
             execute(plan, world, storages, {"buffer": buffer}, wire_dtype=each.dtype)
             _write_pieces(streams, pieces, buffer.cpu(), shard_map.shapes)
     finally:

@@ -80,7 +80,7 @@ def moved_and_continued(world: World) -> None:
         if optimizer is not None:
             for tensor in here.storages().values():
                 tensor.fill_(float("nan"))
-            plan = TransferPlan.between(there, state)
+            plan = TransferPlan(there, state)
             execute(plan, world, optimizer.storages(), here.storages(), wire_dtype=torch.float64, bucket_bytes=1000)
             here.publish()
             here.restore(optimizer.counters)
@@ -120,7 +120,7 @@ def check_against_one_process(world: World, stage: ToyStage, optimizer: ShardedA
     weights = toy_shard_map(Grid.of(Layout()))
     one = state_map(weights, {0: reference.grads.layout()})
     got = {name: torch.zeros_like(tensor) for name, tensor in reference.storages().items()}
-    execute(TransferPlan.between(there, one), world, optimizer.storages(), got, wire_dtype=torch.float64)
+    execute(TransferPlan(there, one), world, optimizer.storages(), got, wire_dtype=torch.float64)
     if world.rank == 0:
         for name, tensor in reference.storages().items():
             torch.testing.assert_close(got[name], tensor, rtol=1e-11, atol=1e-11, msg=name)
@@ -142,7 +142,7 @@ def gradients_too(world: World) -> None:
         maps.append(state_map(weights, layouts, [StateKind.MAIN_GRAD]))
         grads.append(optimizer.grads.storages())
     got = {name: torch.zeros_like(tensor) for name, tensor in grads[0].items()}
-    execute(TransferPlan.between(maps[1], maps[0]), world, grads[1], got, wire_dtype=torch.float64)
+    execute(TransferPlan(maps[1], maps[0]), world, grads[1], got, wire_dtype=torch.float64)
     assert all(torch.equal(got[name], tensor) for name, tensor in grads[0].items())
 
 
