@@ -1,90 +1,129 @@
-"""Carries out a TransferPlan: local copies, and point-to-point rounds of bounded buckets. Only this moves weights."""
+"""Carries out a TransferPlan: local copies, and point-to-point rounds of bounded size. Only this moves weights.
+
+Owns what is in flight: messages, the two staging buffers and the waits. What goes in which round is `wires`'.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.parallel.box import Box
 from hybridflow.parallel.plan import Copy, TransferPlan
+from hybridflow.parallel.wires import Message, Round, Wire, first_reads, room_of_wires, rounds_of, wires_of
 from hybridflow.parallel.world import World
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
+ALONE_BYTES = 64 * 2**10  # a message of its own costs about as much as packing this
+NAMED_TENSORS = 3  # in an error
+
+Storages = dict[str, Tensor]
+
+
+class TransferError(RuntimeError):
+    """A message did not arrive or could not be sent. Names the rank at the other end and the first tensors."""
 
 
 @dataclass
 class TransferStats:
-    """Bytes of the buffers handed to receive calls on this rank."""
+    """Counted on this rank, over all rounds so far.
+
+    Attributes:
+        received_bytes: of the messages handed to receive calls.
+        sent_bytes: of those handed to send calls.
+        peak_buffer_bytes: of the staging buffers, the most at one time.
+    """
 
     received_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a copy small enough for a bucket."""
-
-    copy: Copy
-    box: Box
-
-
-Bucket = list[Piece]
+    sent_bytes: int = 0
+    peak_buffer_bytes: int = 0
 
 
 class Transfer:
-    """This rank's part of a plan, cut into rounds of bounded buckets that can be carried out one at a time.
+    """This rank's part of a plan, cut into rounds of bounded size that can be carried out one at a time.
+
+    Two rounds are in flight: while one travels, the one before is unpacked. What lies contiguously in the wire's dtype
+    is sent from and received into its place, if it is a message of its own; the rest goes by way of a staging buffer.
 
     Attributes:
-        num_rounds: of this rank, at least one. Two ranks meet in a round if both have data for each other in it, so all
-            ranks do their rounds in order, and nothing else needs to be agreed.
         stats: counted from the start.
     """
 
     def __init__(self, plan: TransferPlan, world: World, *, wire_dtype: torch.dtype,
                  bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
-        """`wire_dtype`: values are cast to it by the sender and from it by the receiver. `bucket_bytes` bounds the
-        bytes of all buffers in flight on one rank (tensors are cut to fit).
+        """Collective over the ranks of the plan: the two ends of a wire agree on how much it carries in a round.
+
+        Args:
+            wire_dtype: values are cast to it by the sender and from it by the receiver.
+            bucket_bytes: bounds what is in flight on one rank (tensors are cut to fit).
         """
         self.world, self.wire_dtype, self.stats = world, wire_dtype, TransferStats()
-        mine = plan.of_rank(world.rank)
-        per_wire = max(1, bucket_bytes // wire_dtype.itemsize // max(1, plan.max_peers))
-        self._kept = [c for c in mine if c.source == world.rank == c.dest]
-        self._sends = _buckets([c for c in mine if c.source == world.rank != c.dest], per_wire, lambda c: c.dest)
-        self._receives = _buckets([c for c in mine if c.dest == world.rank != c.source], per_wire, lambda c: c.source)
-        self.num_rounds = max([1, *(len(b) for b in (*self._sends.values(), *self._receives.values()))])
+        copies = plan.of_rank(world.rank)
+        room = _agreed(room_of_wires(wires_of(copies), bucket_bytes // (2 * wire_dtype.itemsize)), world)
+        self._rounds = rounds_of(world.rank, copies, room, max(1, ALONE_BYTES // wire_dtype.itemsize))
+        self._first_reads = first_reads(self._rounds)
+        self._in_flight = _InFlight()
+        self._staging = (_Staging(wire_dtype, world.device), _Staging(wire_dtype, world.device))
+
+    @property
+    def num_rounds(self) -> int:
+        """Of this rank, at least one. All ranks do their rounds in order; nothing else needs to be agreed."""
+        return len(self._rounds)
+
+    def sources(self, number: int) -> frozenset[str]:
+        """Storages of the source map that round `number` is the first to read: they must be ready by then."""
+        return self._first_reads[number]
 
     @torch.no_grad()
-    def round(self, number: int, src: dict[str, Tensor], dst: dict[str, Tensor]) -> None:
-        """Carry out one round, from and to this rank's storages by name. What a rank has already goes with the first.
+    def round(self, number: int, src: Storages, dst: Storages) -> None:
+        """Start round `number` and finish the one before, from and to this rank's storages by name.
+
+        Rounds are called in order; storages stay valid from the first to the last, which ends with all in its place.
+
+        Raises:
+            TransferError: a rank at the other end of a wire is gone, or does not answer in time.
         """
-        receives = {peer: buckets[number] for peer, buckets in self._receives.items() if number < len(buckets)}
-        sends = {peer: buckets[number] for peer, buckets in self._sends.items() if number < len(buckets)}
-        incoming = {peer: torch.empty(_numel(bucket), dtype=self.wire_dtype, device=self.world.device)
-                    for peer, bucket in receives.items()}
-        outgoing = {peer: _pack(bucket, src, self.wire_dtype, self.world.device) for peer, bucket in sends.items()}
-        ops = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in incoming.items()]
-        ops += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in outgoing.items()]
-        works = dist.batch_isend_irecv(ops) if ops else []
+        now = self._rounds[number]
         if number == 0:
-            self._keep(src, dst)
-        for work in works:
-            work.wait()
-        for peer, buffer in incoming.items():
-            _unpack(receives[peer], buffer, dst)
-        self.stats.received_bytes += sum(b.numel() * b.element_size() for b in incoming.values())
+            self._in_flight = _InFlight()  # whatever a transfer that failed has left
+        if now.passes_on and self._in_flight.hop < now.hop:
+            self._in_flight = self._in_flight.land()
+        earlier, self._in_flight = self._in_flight, self._post(now, self._staging[number % 2], src, dst)
+        for copy in now.kept:
+            _keep(copy, src, dst)
+        earlier.land()
+        if number == self.num_rounds - 1:
+            self._in_flight = self._in_flight.land()
+            for staging in self._staging:
+                staging.free()
 
-    def _keep(self, src: dict[str, Tensor], dst: dict[str, Tensor]) -> None:
-        for copy in self._kept:
-            source = copy.src_shard.view(src, copy.box)
-            for shard in copy.dst_shards:
-                shard.view(dst, copy.box).copy_(source)
+    def _post(self, now: Round, staging: _Staging, src: Storages, dst: Storages) -> _InFlight:
+        """Start to send and to receive."""
+        have = dst if now.passes_on else src
+        parcels = [*(_Parcel(message, True, [[piece.copy.src_shard.view(have, piece.box)] for piece in message.pieces])
+                     for message in now.sends),
+                   *(_Parcel(message, False, [[shard.view(dst, piece.box) for shard in piece.copy.dst_shards]
+                                              for piece in message.pieces]) for message in now.receives)]
+        for parcel in parcels:
+            parcel.lay_in_place(self.wire_dtype, self.world.device)
+        staging.provide(parcel for parcel in parcels if parcel.buffer is None)
+        for parcel in parcels:
+            parcel.pack()
+        self._count(parcels)
+        return _InFlight.start(now.hop, parcels)
+
+    def _count(self, parcels: list[_Parcel]) -> None:
+        stats, size = self.stats, self.wire_dtype.itemsize
+        stats.sent_bytes += sum(size * parcel.message.numel for parcel in parcels if parcel.sent)
+        stats.received_bytes += sum(size * parcel.message.numel for parcel in parcels if not parcel.sent)
+        stats.peak_buffer_bytes = max(stats.peak_buffer_bytes, sum(staging.nbytes for staging in self._staging))
 
 
-def execute(plan: TransferPlan, world: World, src: dict[str, Tensor], dst: dict[str, Tensor], *,
-            wire_dtype: torch.dtype, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> TransferStats:
+def execute(plan: TransferPlan, world: World, src: Storages, dst: Storages, *, wire_dtype: torch.dtype,
+            bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> TransferStats:
     """Fill this rank's destination storages, all rounds of a `Transfer`. Collective over the ranks of the plan."""
     transfer = Transfer(plan, world, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes)
     for number in range(transfer.num_rounds):
@@ -92,42 +131,147 @@ def execute(plan: TransferPlan, world: World, src: dict[str, Tensor], dst: dict[
     return transfer.stats
 
 
-def _buckets(copies: list[Copy], max_numel: int, peer_of: Callable[[Copy], int]) -> dict[int, list[Bucket]]:
-    """For each peer its copies in plan order, cut and filled into buckets of at most `max_numel` elements.
+class _Parcel:
+    """A message and where its elements lie on this rank.
 
-    Sender and receiver cut alike, since both see the same copies in the same order.
+    Attributes:
+        buffer: `[numel]`, contiguous in the wire's dtype: what is handed to the backend.
+        places: by piece, the views that it comes from (one) or goes to.
     """
-    buckets: dict[int, list[Bucket]] = {}
-    room: dict[int, int] = {}
-    for copy in copies:
-        peer = peer_of(copy)
-        for box in copy.box.cut(max_numel):
-            if box.numel > room.get(peer, 0):
-                buckets.setdefault(peer, []).append([])
-                room[peer] = max_numel
-            buckets[peer][-1].append(Piece(copy, box))
-            room[peer] -= box.numel
-    return buckets
+
+    def __init__(self, message: Message, sent: bool, places: list[list[Tensor]]) -> None:
+        self.message, self.sent, self.places = message, sent, places
+        self.buffer: Tensor | None = None
+
+    def lay_in_place(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Use a place itself as the buffer, if one will do."""
+        if len(self.places) == 1:
+            [views] = self.places
+            fit = [view for view in views if view.dtype == dtype and view.device == device and view.is_contiguous()]
+            if fit:
+                self.buffer = fit[0].view(-1)
+                self.places = [[view for view in views if view is not fit[0]]]
+
+    def pack(self) -> None:
+        """Copy what is sent into the buffer, if it does not lie there."""
+        if self.sent:
+            for part, [view] in self._staged():
+                part.copy_(view)
+
+    def unpack(self) -> None:
+        """Copy what has come from the buffer to all its other places."""
+        if not self.sent:
+            for part, views in self._staged():
+                for view in views:
+                    view.copy_(part)
+
+    def _staged(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Each piece's part of the buffer, with the places that it has besides."""
+        assert self.buffer is not None
+        start = 0
+        for piece, views in zip(self.message.pieces, self.places):
+            end = start + piece.box.numel
+            if views:
+                yield self.buffer[start:end].view(piece.box.shape), views
+            start = end
+
+    def operation(self) -> dist.P2POp:
+        """As bytes, which every backend can carry."""
+        assert self.buffer is not None
+        return dist.P2POp(dist.isend if self.sent else dist.irecv, self.buffer.view(torch.uint8), self.message.peer)
+
+    def __str__(self) -> str:
+        names = list(dict.fromkeys(piece.box.name for piece in self.message.pieces))
+        more = f" and {len(names) - NAMED_TENSORS} more" if len(names) > NAMED_TENSORS else ""
+        return f"{', '.join(names[:NAMED_TENSORS])}{more} {'to' if self.sent else 'from'} rank {self.message.peer}"
 
 
-def _numel(bucket: Bucket) -> int:
-    return sum(piece.box.numel for piece in bucket)
+@dataclass(frozen=True)
+class _InFlight:
+    """A round between its start and its end, which keeps what travels alive."""
+
+    hop: int = 0
+    parcels: list[_Parcel] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, hop: int, parcels: list[_Parcel]) -> _InFlight:
+        """Hand all parcels to the backend as one group: receives first, a wire's messages in the same order on both
+        ends.
+        """
+        ordered = sorted(parcels, key=lambda parcel: parcel.sent)
+        try:
+            works = dist.batch_isend_irecv([parcel.operation() for parcel in ordered]) if ordered else []
+        except RuntimeError as error:
+            raise _failed(ordered, error) from error
+        return cls(hop, ordered, works)
+
+    def land(self) -> _InFlight:
+        """Wait for everything and put it in its place; nothing is in flight then."""
+        each_its_own = len(self.works) == len(self.parcels)  # else the backend waits for the group as a whole
+        for number, work in enumerate(self.works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _failed([self.parcels[number]] if each_its_own else self.parcels, error) from error
+        for parcel in self.parcels:
+            parcel.unpack()
+        return _InFlight()
 
 
-def _pack(bucket: Bucket, src: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    buffer = torch.empty(_numel(bucket), dtype=dtype, device=device)
-    start = 0
-    for piece in bucket:
-        end = start + piece.box.numel
-        buffer[start:end].view(piece.box.shape).copy_(piece.copy.src_shard.view(src, piece.box))
-        start = end
-    return buffer
+class _Staging:
+    """A buffer for what does not travel from and to its place. It is kept from round to round."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self.free()
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    def provide(self, parcels: Iterable[_Parcel]) -> None:
+        """Give each parcel a part as its buffer. What had one before must be over."""
+        parcels = list(parcels)
+        numel = sum(parcel.message.numel for parcel in parcels)
+        if numel > self._buffer.numel():
+            self.free()  # before there is a larger one
+            self._buffer = torch.empty(numel, dtype=self._dtype, device=self._device)
+        start = 0
+        for parcel in parcels:
+            end = start + parcel.message.numel
+            parcel.buffer = self._buffer[start:end]
+            start = end
+
+    def free(self) -> None:
+        self._buffer = torch.empty(0, dtype=self._dtype, device=self._device)
 
 
-def _unpack(bucket: Bucket, buffer: Tensor, dst: dict[str, Tensor]) -> None:
-    start = 0
-    for piece in bucket:
-        end = start + piece.box.numel
-        for shard in piece.copy.dst_shards:
-            shard.view(dst, piece.box).copy_(buffer[start:end].view(piece.box.shape))
-        start = end
+def _keep(copy: Copy, src: Storages, dst: Storages) -> None:
+    """Copy what the rank has already, but not onto itself."""
+    source = copy.src_shard.view(src, copy.box)
+    for shard in copy.dst_shards:
+        view = shard.view(dst, copy.box)
+        same = (view.data_ptr() == source.data_ptr() and view.dtype == source.dtype
+                and view.stride() == source.stride())
+        if not same:
+            view.copy_(source)
+
+
+def _failed(parcels: list[_Parcel], error: RuntimeError) -> TransferError:
+    return TransferError(f"could not move {'; '.join(map(str, parcels))}: {error}")
+
+
+def _agreed(room: dict[Wire, int], world: World) -> dict[Wire, int]:
+    """Of what the two ends of each wire have room for, the smaller. One small message each way between peers."""
+    peers: dict[int, list[Wire]] = {}
+    for wire in sorted(room):
+        peers.setdefault(wire.peer(world.rank), []).append(wire)
+    mine = {peer: torch.tensor([room[wire] for wire in wires], device=world.device) for peer, wires in peers.items()}
+    theirs = {peer: torch.empty_like(numbers) for peer, numbers in mine.items()}
+    ops = [dist.P2POp(dist.irecv, numbers, peer) for peer, numbers in theirs.items()]
+    ops += [dist.P2POp(dist.isend, numbers, peer) for peer, numbers in mine.items()]
+    for work in dist.batch_isend_irecv(ops) if ops else []:
+        work.wait()
+    return {wire: agreed for peer, wires in peers.items()
+            for wire, agreed in zip(wires, torch.minimum(mine[peer], theirs[peer]).tolist())}

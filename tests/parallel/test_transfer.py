@@ -49,7 +49,7 @@ LAYOUTS = [Layout(4, 1, 1), Layout(2, 2, 1), Layout(1, 4, 1), Layout(2, 1, 2), L
 @pytest.mark.parametrize("dst", LAYOUTS, ids=str)
 def test_every_plan_receives_the_lower_bound(src: Layout, dst: Layout):
     source, dest = toy_map(Grid.of(src)), toy_map(Grid.of(dst))
-    plan = TransferPlan.between(source, dest)
+    plan = TransferPlan(source, dest)
     for rank in range(4):
         assert plan.received_numel(rank) == lower_bound_numel(source, dest, rank)
     if src == dst:
@@ -60,7 +60,7 @@ def check_transfer(world: World, bucket_bytes: int) -> list[tuple[int, int]]:
     counted = []
     for src, dst in [(a, b) for a in LAYOUTS for b in LAYOUTS]:
         source, dest = toy_map(Grid.of(src)), toy_map(Grid.of(dst))
-        plan = TransferPlan.between(source, dest)
+        plan = TransferPlan(source, dest)
         have = storages(source, world.rank, full_tensors())
         want = storages(dest, world.rank, None)
         stats = execute(plan, world, have, want, wire_dtype=torch.float64, bucket_bytes=bucket_bytes)
@@ -81,9 +81,9 @@ def test_a_box_that_nobody_holds_is_named():
     whole = ShardMap({"w": (4, 2)}, (0,), lambda rank: [Shard.of_rows(Box.whole("w", (4, 2)), "w")])
     half = ShardMap({"w": (4, 2)}, (0,), lambda rank: [Shard.of_rows(Box("w", (0, 0), (2, 2)), "w")])
     with pytest.raises(ValueError, match=r"w\[\(2, 0\):\(4, 2\)\] wanted by rank 0"):
-        TransferPlan.between(half, whole)
+        TransferPlan(half, whole)
     with pytest.raises(ValueError, match="disagree on 1 tensors"):
-        TransferPlan.between(ShardMap({"w": (4, 3)}, (0,), whole.shards_of), whole)
+        TransferPlan(ShardMap({"w": (4, 3)}, (0,), whole.shards_of), whole)
 
 
 def rows_map(rows_of: list[range]) -> ShardMap:
@@ -100,5 +100,5 @@ def test_planning_looks_at_a_few_boxes_for_each_copy(monkeypatch: pytest.MonkeyP
                      lambda rank: [Shard.of_rows(Box.whole("rows", (2000, 3)), "rows")])
     for dest, copies in ((rows_map(turned), 2000), (whole, 8000)):
         calls.clear()
-        plan = TransferPlan.between(rows_map(dealt), dest)
+        plan = TransferPlan(rows_map(dealt), dest)
         assert len(plan.copies) == copies and len(calls) <= 2 * copies
