@@ -47,7 +47,19 @@ def summed_up(by_rank: Sequence[Clocked]) -> dict[str, Times]:
     times = {}
     for name in by_rank[0]:
         rounds = list(zip(*(rank[name] for rank in by_rank), strict=True))
-        walls = [max(wall for wall, _ in ranks) for ranks in rounds]
+        walls = _walls(by_rank, name)
         cpus = [sum(cpu for _, cpu in ranks) for ranks in rounds]
         times[name] = Times(statistics.median(walls), min(walls), statistics.median(cpus), min(cpus))
     return times
+
+
+def paired(by_rank: Sequence[Clocked], name: str, to: str) -> list[float]:
+    """How many times the wall seconds of `to` rival `name` took, round by round: what a busy machine does to a whole
+    round cancels out.
+    """
+    return [one / other for one, other in zip(_walls(by_rank, name), _walls(by_rank, to), strict=True)]
+
+
+def _walls(by_rank: Sequence[Clocked], name: str) -> list[float]:
+    """Wall seconds of the slowest rank in each round."""
+    return [max(wall for wall, _ in ranks) for ranks in zip(*(rank[name] for rank in by_rank), strict=True)]
