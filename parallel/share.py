@@ -172,6 +172,8 @@ class _Shared:
     def _columns(self, box: Box) -> list[Box]:
         """The box, cut where training cuts columns."""
         inside = [at for at in self._column_cuts[box.name] if box.lo[1] < at < box.hi[1]]
+        if not inside:
+            return [box]
         return [Box(box.name, (box.lo[0], lo), (box.hi[0], hi)) for lo, hi in pairwise([box.lo[1], *inside, box.hi[1]])]
 
 
