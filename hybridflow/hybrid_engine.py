@@ -1,41 +1,59 @@
 """The 3D-HybridEngine: the actor's weights, resharded from the training to the generation layout and freed after.
 
-Owns the generation stage's storages and the plan that fills them (HybridFlow, arXiv 2409.19256, section 5). It never
+Owns the generation stage and the ways that its weights come by (HybridFlow, arXiv 2409.19256, section 5). It never
 trains and never samples.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from hybridflow.engine.native import TrainEngine
 from hybridflow.generation.engine import DEFAULT_LIMITS, GenerationLimits, Generator
-from hybridflow.generation.weight_layout import lay_out_for_decoding
+from hybridflow.generation.weight_home import PackedHome, SharedHome, WeightHome, WeightMode
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.observe.trace import settle_device
+from hybridflow.parallel.assign import assign
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
-from hybridflow.parallel.plan import TransferPlan, lower_bound_numel
+from hybridflow.parallel.nodes import ONE_NODE, Nodes
+from hybridflow.parallel.parameter_shares import share_map, share_storage
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.shard_map import ShardMap
-from hybridflow.parallel.transfer import Transfer
+from hybridflow.parallel.share import TRAINING, with_training
+from hybridflow.reshard_route import Route
 
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What one reshard cost this rank. `lower_bound_bytes` are those of its generation boxes that it did not hold."""
+    """What one reshard cost this rank.
+
+    Attributes:
+        seconds: from its first round to its last one; after an update with the optimizer's step of this rank's shares,
+            most of which is taken while buckets travel.
+        lower_bound_bytes: of its destination boxes, those that it did not hold.
+        extra_bytes: most memory taken at once: generation weights, and staging buffers of what is in flight.
+    """
 
     seconds: float
     received_bytes: int
     lower_bound_bytes: int
+    extra_bytes: int
 
 
 class HybridEngine:
     """A generator that is lent the train engine's current weights. Making one is collective.
+
+    Weights come by two ways. `fill` takes them from the training weights. `fill_bucket`, at the end of an update, takes
+    them from the shares that the optimizer has just stepped, where the data-parallel ranks share its state out: the
+    same messages bring the training weights what other ranks have stepped, in place of an all-gather.
 
     Example:
         hybrid.fill()
@@ -44,32 +62,38 @@ class HybridEngine:
 
     Attributes:
         generator: refuses to generate under any version but the one that was last filled in.
-        last_report: of the last `fill`.
+        last_report: of the last reshard.
     """
 
     def __init__(self, train: TrainEngine, mesh: Mesh, *, bucket_bytes: int,
-                 limits: GenerationLimits = DEFAULT_LIMITS) -> None:
-        """`mesh` is the generation mesh; `bucket_bytes` bounds what is in flight while weights move."""
+                 limits: GenerationLimits = DEFAULT_LIMITS, weights: WeightMode = WeightMode.PACKED) -> None:
+        """`mesh` is the generation mesh; `bucket_bytes` bounds what is in flight while weights move.
+
+        Raises:
+            ValueError: weights that are shared with an engine which waits on the host between its turns.
+        """
         self.train, self.mesh = train, mesh
-        self._dtype = train.options.dtype
-        model = train.model
-        dst = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
-        self.plan = TransferPlan.between(train.shard_map, dst)
-        self._transfer = Transfer(self.plan, mesh.world, wire_dtype=self._dtype, bucket_bytes=bucket_bytes)
-        self._lower_bound = lower_bound_numel(train.shard_map, dst, mesh.world.rank) * self._dtype.itemsize
-        self.stage = generation_stage(model, mesh, self._dtype)
+        model, dtype = train.model, train.options.dtype
+        self.stage = generation_stage(model, mesh, dtype)
         self.stage.requires_grad_(False)
-        self._shapes = {name: param.shape for name, param in self.stage.named_parameters()}
+        wanted = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
+        self._home = self._home_of(weights, wanted)
+        route = partial(Route, world=mesh.world, layout=train.grads.layout(), wire_dtype=dtype,
+                        bucket_bytes=bucket_bytes)
+        self.from_training = self.after_step = route(train.shard_map, self._home.shard_map)
+        if train.grads.sharded:
+            shares = share_map(train.shard_map, train.grads.layout(), train.mesh, train.grads.sharded)
+            self.after_step = route(shares, with_training(self._home.shard_map, train.shard_map))
         self.generator = Generator(self.stage, mesh, model, limits)
         self.free()
-        self.last_report = ReshardReport(0.0, 0, self._lower_bound)
+        self.last_report = ReshardReport(0.0, 0, 0, 0)
         self._settle = settle_device(mesh.device)
-        self._started, self._received_before = 0.0, 0  # of the reshard under way
+        self._under_way: _UnderWay | None = None
 
     @property
     def num_buckets(self) -> int:
-        """Rounds of a reshard on this rank: the RESHARD actions that its schedule ends in."""
-        return self._transfer.num_rounds
+        """Rounds of a reshard after an update on this rank: the RESHARD actions that its schedule ends in."""
+        return self.after_step.num_rounds
 
     @property
     def is_current(self) -> bool:
@@ -78,23 +102,57 @@ class HybridEngine:
 
     def fill(self) -> None:
         """Reshard the current training weights into the generator. Collective."""
-        for number in range(self.num_buckets):
-            self.fill_bucket(number)
+        assert not self.train.optimizer.waiting, "the update under way is resharded by fill_bucket"
+        for number in range(self.from_training.num_rounds):
+            self._round(self.from_training, number)
 
     def fill_bucket(self, number: int) -> None:
-        """One round of a reshard. The first makes the generator's storages, after the last it can generate."""
+        """One round of the reshard that ends an update: steps what it reads, then sends it. After the last round the
+        generator and every training shard have the new weights.
+        """
+        self._round(self.after_step, number)
+
+    def free(self) -> None:
+        """Give the memory of the generation weights back."""
+        self._home.free()
+        self.generator.weight_version = None
+
+    def _home_of(self, weights: WeightMode, wanted: ShardMap) -> WeightHome:
+        if weights is WeightMode.PACKED:
+            return PackedHome(self.stage, wanted, self.train.options.dtype, self.mesh.device)
+        if self.train.options.offload:
+            raise ValueError("weights shared with training are gone while the train engine waits on the host: choose "
+                             "packed weights, or an engine that stays")
+        return SharedHome(self.stage, self.train.shard_map, wanted, self.mesh.world.rank, self.mesh.device)
+
+    def _round(self, route: Route, number: int) -> None:
         if number == 0:
-            self._started = self._now()
-            self._received_before = self._transfer.stats.received_bytes
-            for name, param in self.stage.named_parameters():
-                param.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self.mesh.device)
-        storages = {name: param.data for name, param in self.stage.named_parameters()}
-        self._transfer.round(number, self.train.storages, storages)
-        if number == self.num_buckets - 1:
-            lay_out_for_decoding(self.stage)
-            self.generator.weight_version = self.train.version
-            received = self._transfer.stats.received_bytes - self._received_before
-            self.last_report = ReshardReport(self._now() - self._started, received, self._lower_bound)
+            self._under_way = self._start(route)
+        assert self._under_way is not None, "rounds are called in order, from 0"
+        for bucket in route.steps[number]:
+            self.train.optimizer.step_bucket(bucket)
+        route.round(number, self._under_way.sources, self._under_way.destinations)
+        if number == route.num_rounds - 1:
+            self._finish(route, self._under_way)
+            self._under_way = None
+
+    def _start(self, route: Route) -> _UnderWay:
+        """Make the generator's storages."""
+        started, parameters = self._now(), self.train.storages
+        self.generator.weight_version = None
+        shares = {share_storage(i): bucket.my_params for i, bucket in enumerate(self.train.grads.buckets)}
+        training = {f"{TRAINING}{name}": tensor for name, tensor in parameters.items()}
+        return _UnderWay(started, route.stats.received_bytes, parameters | shares, training | self._home.take(training))
+
+    def _finish(self, route: Route, reshard: _UnderWay) -> None:
+        """Let the generator generate."""
+        for bucket in self.train.optimizer.waiting:  # of shares that nobody else wants
+            self.train.optimizer.step_bucket(bucket)
+        self._home.ready()
+        self.generator.weight_version = self.train.version
+        received = route.stats.received_bytes - reshard.received_before
+        self.last_report = ReshardReport(self._now() - reshard.started, received, route.lower_bound_bytes,
+                                         self._home.taken_bytes + route.stats.peak_buffer_bytes)
 
     def _now(self) -> float:
         """Seconds, once the device has done what it was given."""
@@ -102,11 +160,15 @@ class HybridEngine:
             self._settle()
         return time.perf_counter()
 
-    def free(self) -> None:
-        """Give the memory of the generation weights back."""
-        for param in self.stage.parameters():
-            param.data = torch.empty(0, dtype=self._dtype, device=self.mesh.device)
-        self.generator.weight_version = None
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A reshard between its first and its last round."""
+
+    started: float
+    received_before: int
+    sources: dict[str, Tensor]
+    destinations: dict[str, Tensor]
 
 
 def generation_stage(model: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> DecoderStage:
@@ -115,27 +177,18 @@ def generation_stage(model: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Deco
                         sequence_parallel=False, dtype=dtype)
 
 
-def generation_grid(train_map: ShardMap, train: Grid, model: ModelConfig, tp: int) -> Grid:
-    """Where each rank sits while it generates: of two rank orders the one in which fewer bytes must move.
+def generation_grid(train_map: ShardMap, train: Grid, model: ModelConfig, layout: Layout, nodes: Nodes = ONE_NODE, *,
+                    within_node: bool = False) -> Grid:
+    """Where each rank sits while it generates: the grid of `layout` for which the fewest bytes must move.
 
-    In the order of HybridFlow (arXiv 2409.19256, section 5.3) a generation tensor group takes training tensor ranks at
-    an interval, so that each rank's generation shard holds its training shard; the other order is plain rank order.
+    It is at least as good as that of HybridFlow (arXiv 2409.19256, section 5.3), in which each rank's generation shard
+    holds its training shard.
 
+    Args:
+        within_node: keep each tensor group in one node, if one fits there.
     Example: train tp4, generate tp2 dp2: groups (0, 2) and (1, 3), and every rank receives a quarter of the model.
     """
-    layout = Layout(tp=tp, dp=train.layout.size // tp)
-    orders = [Grid.of(layout)]
-    if train.layout.tp % tp == 0:
-        orders.append(Grid(layout, _at_intervals(train, tp)))
-    return min(orders, key=lambda grid: _moved(train_map, decoder_shard_map(model, grid, Head.LANGUAGE_MODEL)))
-
-
-def _at_intervals(train: Grid, tp: int) -> tuple[int, ...]:
-    interval = train.layout.tp // tp
-    lines = train.lines(lambda at: (at.cp, at.dp, at.pp))  # the training tensor groups
-    return tuple(line[place + i * interval] for line in lines for place in range(interval) for i in range(tp))
-
-
-def _moved(src: ShardMap, dst: ShardMap) -> int:
-    """Elements that cross a wire, over all ranks."""
-    return sum(copy.box.numel for copy in TransferPlan.between(src, dst).copies if copy.source != copy.dest)
+    sizes = Counter(nodes.of(rank) for rank in train.ranks).values()
+    fits = all(size % layout.tp == 0 for size in sizes)
+    return assign(train_map, train, layout, lambda grid: decoder_shard_map(model, grid, Head.LANGUAGE_MODEL),
+                  nodes=nodes, tp_within_node=within_node and fits)

@@ -15,6 +15,7 @@ from hybridflow.config.words import (
     AlgorithmName,
     DataSource,
     Decay,
+    GenerationWeights,
     GymScoring,
     KLEstimatorName,
     KLWhere,
@@ -142,6 +143,8 @@ class GenerationLayoutConfig:
 
     tp: int = 1
     """Tensor parallel degree of generation; the other ranks are replicas that share out the prompts."""
+    within_node: bool = True
+    """Keep each tensor group of generation in a node, even where more bytes then move. No effect where none fits."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,8 @@ class GenerationConfig:
     """Largest key/value cache of one rank, in MiB; fewer responses are decoded at once where it would not do."""
     reshard_bucket_mb: int = 64
     """Largest piece in flight while weights move to the generation layout, in MiB."""
+    weights: GenerationWeights | None = None
+    """shared (training weights where they lie, the rest gathered) | packed (a copy). null: packed in fp32 on a CPU."""
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient
             "train.reduce_bucket_mb", "train.reduce_dtype", "train.loss_scale", "train.loss_scale_window",
             "train.max_nonfinite_steps", "train.offload", "train.optimizer",
             "algorithm.loss_reduction", "algorithm.constant_length", "model.reward_model", "reward",
-            "generation.reshard_bucket_mb", "logging.wandb", "logging.tensorboard", "logging.samples",
-            "logging.progress", "logging.trace_step", "evaluation.every_steps", "checkpoint", "sft")
+            "generation.reshard_bucket_mb", "generation.weights", "logging.wandb", "logging.tensorboard",
+            "logging.samples", "logging.progress", "logging.trace_step", "evaluation.every_steps", "checkpoint", "sft")
 NO_SPEC = Idle(_starts_from_a_folder, ("model.spec",), "has no effect where model.path is given",
                "remove one of the two")
 UNREAD: dict[Command, tuple[Idle, ...]] = {
@@ -69,7 +69,8 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
              "has no effect with init_trainer, whose steps and exports are the caller's", "remove it"),
     ),
     Command.GENERATE: (
-        Idle(_always, (*LEARNING, *TRAINING, "train.layout", "data.shuffle"), "has no effect in generate", "remove it"),
+        Idle(_always, (*LEARNING, *TRAINING, "train.layout", "generation.layout.within_node", "data.shuffle"),
+             "has no effect in generate", "remove it"),
         NO_SPEC,
     ),
     Command.EXPORT: (

@@ -19,7 +19,15 @@ from hybridflow.config.layouts import LEARNING, Role, divisors, token_multiple, 
 from hybridflow.config.model_schema import ModelSpec
 from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
-from hybridflow.config.words import AlgorithmName, DataSource, Decay, KLWhere, MixedPrecision, ReduceDtype
+from hybridflow.config.words import (
+    AlgorithmName,
+    DataSource,
+    Decay,
+    GenerationWeights,
+    KLWhere,
+    MixedPrecision,
+    ReduceDtype,
+)
 from hybridflow.parallel.arithmetic import round_up
 
 TRAINING = (Command.TRAIN, Command.SFT, Command.API)
@@ -41,7 +49,7 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
         unread = list(unread_keys(config, command))
         known = {fault.key for fault in unread}
         faults += [*unread, *(fault for fault in idle_keys(config) if fault.key not in known)]
-        faults += [*_schedule(config, command), *_precision(config)]
+        faults += [*_schedule(config, command), *_precision(config), *_memory(config)]
     if command is not Command.API and command is not Command.EXPORT:
         faults += _data(config, command)
     return faults
@@ -184,6 +192,12 @@ def _precision(config: Config) -> Iterator[Fault]:
     if train.mixed_precision is MixedPrecision.FP64 and train.reduce_dtype is ReduceDtype.BF16:
         yield Fault("train.reduce_dtype", "bf16", "would round the gradients of fp64 training to 8 bits",
                     "choose fp32 (as they are accumulated), or another train.mixed_precision")
+
+
+def _memory(config: Config) -> Iterator[Fault]:
+    if config.train.offload.roles and config.generation.weights is GenerationWeights.SHARED:
+        yield Fault("generation.weights", "shared", "generates with the training weights, which train.offload.roles "
+                    "puts away meanwhile", "choose packed or null, or train.offload.roles false")
 
 
 def _data(config: Config, command: Command) -> Iterator[Fault]:

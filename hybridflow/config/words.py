@@ -58,6 +58,11 @@ class KLEstimatorName(Enum):
     K3 = "k3"
 
 
+class GenerationWeights(Enum):
+    SHARED = "shared"
+    PACKED = "packed"
+
+
 class LossReduction(Enum):
     TOKEN_MEAN = "token-mean"
     SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"

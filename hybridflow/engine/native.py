@@ -47,7 +47,9 @@ Loss = Callable[[Output, TokenColumns], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Resharder(Protocol):
-    """Who takes the new weights as soon as a step is over, bucket by bucket."""
+    """Who takes the new weights from the optimizer, bucket by bucket: it asks for the step of each bucket that it sends
+    (`ShardedAdamW.step_bucket`), and sees to it that every rank's training weights are new after its last one.
+    """
 
     @property
     def num_buckets(self) -> int: ...
@@ -195,7 +197,7 @@ class TrainEngine(ForwardEngine):
 
         Args:
             skip: nothing is to be learned from this batch: take no step, but count it.
-            reshard: takes the weights after the step; None if nobody wants them yet.
+            reshard: takes the new weights; None if nobody wants them yet. With it there is no all-gather.
         """
         self._require_turn()
         steps: list[StepInfo] = []
@@ -206,15 +208,18 @@ class TrainEngine(ForwardEngine):
             return term if scale == 1.0 else term * scale, sums
 
         self.optimizer.zero_grad()
-        events = Events(self.grads.arm, self.grads.start, lambda: steps.append(self._step(skip)),
+        events = Events(self.grads.arm, self.grads.start, lambda: steps.append(self._step(skip, reshard)),
                         lambda bucket: reshard.fill_bucket(bucket))
         terms = self.runner.run(self._schedule(len(micro_batches), 0 if reshard is None else reshard.num_buckets),
                                 list(micro_batches), scaled, events, trace)
+        assert not self.optimizer.waiting, "the reshard left buckets that have not stepped"
         return Update(self._add_up(terms, names=self._names_of(loss, micro_batches[0])), steps[0])
 
-    def _step(self, skip: bool) -> StepInfo:
+    def _step(self, skip: bool, reshard: Resharder | None) -> StepInfo:
+        """The whole step, or only its start where a reshard goes on with it."""
         self.grads.finish()
-        info = self.optimizer.skip() if skip else self.optimizer.step()
+        take = self.optimizer.step if reshard is None else self.optimizer.begin
+        info = self.optimizer.skip() if skip else take()
         self.version += not info.skipped
         return info
 

@@ -33,7 +33,7 @@ from hybridflow.parallel.optimizer import Decay, LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.world import World
 from hybridflow.trainer.advantage import Advantages, GrpoAdvantages, KlPenalty, PpoAdvantages
-from hybridflow.trainer.engine_options import DTYPES, MIB, engine_options, grid_of, train_options
+from hybridflow.trainer.engine_options import DTYPES, MIB, engine_options, grid_of, train_options, weight_mode
 from hybridflow.trainer.inputs import Inputs, model_shape
 from hybridflow.trainer.reward_source import FunctionRewards, ModelRewards
 from hybridflow.trainer.roles import Reduction, ScoringRole, TrainedRole
@@ -89,11 +89,12 @@ class Builder:
 
     def hybrid(self, actor: TrainedRole) -> HybridEngine:
         """The actor's generator, on the ranks that have to receive least."""
-        grid = generation_grid(actor.engine.shard_map, actor.engine.mesh.grid, actor.engine.model,
-                               self.config.generation.layout.tp)
+        wanted, engine = generation_layout(self.config, self.world.size), actor.engine
+        grid = generation_grid(engine.shard_map, engine.mesh.grid, engine.model, grid_of(wanted).layout,
+                               self.world.nodes, within_node=self.config.generation.layout.within_node)
         return HybridEngine(actor.trainer, Mesh(grid, self.world),
                             bucket_bytes=self.config.generation.reshard_bucket_mb * MIB,
-                            limits=self._limits)
+                            limits=self._limits, weights=weight_mode(self.config, self.dtype, self.world.device))
 
     def rewards(self) -> FunctionRewards | ModelRewards:
         """The reward model if there is one, else the reward function."""

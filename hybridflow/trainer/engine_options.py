@@ -11,6 +11,8 @@ from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 from hybridflow.config.words import MixedPrecision, ReduceDtype
 from hybridflow.engine.options import EngineOptions, TrainOptions
+from hybridflow.generation.weight_home import WeightMode
+from hybridflow.generation.weight_layout import PACKED_EVERY_CALL
 from hybridflow.models.recompute import Recompute
 from hybridflow.parallel.comm_hook import CommHook
 from hybridflow.parallel.mesh import Grid, Layout
@@ -42,6 +44,17 @@ def engine_options(config: Config, layout: LayoutConfig, dtype: torch.dtype, tem
     return EngineOptions(dtype, layout.sequence_parallel, layers, temperature, chunks_of(config, layout),
                          Recompute(config.train.recompute.value), config.train.recompute_layers,
                          config.train.offload.roles)
+
+
+def weight_mode(config: Config, dtype: torch.dtype, device: torch.device) -> WeightMode:
+    """How the generator holds the actor's weights where generation.weights leaves it open: packed where that decodes
+    faster than from rows, or where the actor is away meanwhile.
+    """
+    asked = config.generation.weights
+    if asked is not None:
+        return WeightMode(asked.value)
+    is_packed = config.train.offload.roles or (device.type == "cpu" and dtype in PACKED_EVERY_CALL)
+    return WeightMode.PACKED if is_packed else WeightMode.SHARED
 
 
 def train_options(config: Config, comm_hook: CommHook | None = None) -> TrainOptions:

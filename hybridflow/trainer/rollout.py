@@ -66,9 +66,8 @@ class Sampler:
         with self.timer.phase(Phase.GENERATE):
             train = self.hybrid.train
             if not self.hybrid.is_current:  # after an update of the actor it is: its schedule ends in the reshard
-                with train.on_device():
-                    for bucket in range(self.num_buckets):
-                        self.fill_bucket(bucket)
+                with train.on_device(), self.timer.phase(Phase.RESHARD), self.lane.span("reshard"):
+                    self.hybrid.fill()
             rollout = answer(self.hybrid.generator, self.hybrid.mesh, prompts, params, samples=samples, seed=self.seed,
                              version=train.version, dtype=torch.promote_types(train.options.dtype, torch.float32))
             self.hybrid.free()
@@ -76,12 +75,12 @@ class Sampler:
 
     @property
     def num_buckets(self) -> int:
-        """Rounds of a reshard on this rank."""
+        """Rounds of the reshard after an update, on this rank."""
         return self.hybrid.num_buckets
 
     def fill_bucket(self, number: int) -> None:
-        """One round of a reshard: what the RESHARD actions of the actor's schedule do. The reshard is timed as a whole,
-        since each edge of a phase waits for the device.
+        """One round of the reshard after an update: what the RESHARD actions of the actor's schedule do. The reshard is
+        timed as a whole, since each edge of a phase waits for the device.
         """
         if number == 0:
             self._timed.enter_context(self.timer.phase(Phase.RESHARD))

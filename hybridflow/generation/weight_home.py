@@ -1,0 +1,98 @@
+"""Where the weights of generation are between a reshard and the end of a rollout: in memory of their own, or in that of
+the training weights as far as these have them.
+
+Owns that memory and how it is put into the generation stage. It never moves a weight between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridflow.generation.shared_weights import lend, take_back
+from hybridflow.generation.weight_layout import lay_out_for_decoding
+from hybridflow.models.decoder import DecoderStage
+from hybridflow.parallel.shard_map import ShardMap
+from hybridflow.parallel.share import rest_shapes, shared_map, tiling
+
+
+class WeightMode(Enum):
+    """Which home generation weights have."""
+
+    SHARED = "shared"
+    PACKED = "packed"
+
+
+class WeightHome(Protocol):
+    """The memory that a reshard fills. The order is `take`, filling what it gave, `ready`, generation, `free`.
+
+    Attributes:
+        shard_map: where in the storages of `take` the boxes of every rank lie.
+        taken_bytes: of memory that `take` allocates.
+    """
+
+    shard_map: ShardMap
+    taken_bytes: int
+
+    def take(self, training: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The home's own storages to fill, by name; `training` are the train engine's, under `share.TRAINING`."""
+
+    def ready(self) -> None:
+        """Let the stage compute with what was filled in."""
+
+    def free(self) -> None:
+        """Give the memory back; the stage cannot compute any more."""
+
+
+class PackedHome:
+    """A whole copy of the generation shard, laid out for decoding: the fastest to compute with."""
+
+    def __init__(self, stage: DecoderStage, shard_map: ShardMap, dtype: torch.dtype, device: torch.device) -> None:
+        self.shard_map = shard_map
+        self._stage, self._dtype, self._device = stage, dtype, device
+        self._shapes = {name: param.shape for name, param in stage.named_parameters()}
+        self.taken_bytes = sum(shape.numel() for shape in self._shapes.values()) * dtype.itemsize
+        self.free()
+
+    def take(self, training: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        for name, param in self._stage.named_parameters():
+            param.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
+        return {name: param.data for name, param in self._stage.named_parameters()}
+
+    def ready(self) -> None:
+        lay_out_for_decoding(self._stage)
+
+    def free(self) -> None:
+        for param in self._stage.parameters():
+            param.data = torch.empty(0, dtype=self._dtype, device=self._device)
+
+
+class SharedHome:
+    """The training weights where they lie, and memory for the rest alone: the least memory that can do, none where both
+    layouts agree. Training must not go on until the weights are freed.
+    """
+
+    def __init__(self, stage: DecoderStage, train: ShardMap, wanted: ShardMap, rank: int, device: torch.device) -> None:
+        self.shard_map = shared_map(train, wanted)
+        self._stage, self._device = stage, device
+        self._dtype = next(stage.parameters()).dtype
+        self._tiling, self._rest = tiling(train, wanted, rank), rest_shapes(train, wanted, rank)
+        self.taken_bytes = sum(prod(shape) for shape in self._rest.values()) * self._dtype.itemsize
+        self._storages: dict[str, Tensor] = {}
+
+    def take(self, training: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        rest = {name: torch.empty(shape, dtype=self._dtype, device=self._device) for name, shape in self._rest.items()}
+        self._storages = {**training, **rest}
+        return rest
+
+    def ready(self) -> None:
+        lend(self._stage, self._tiling, self._storages)
+
+    def free(self) -> None:
+        take_back(self._stage)
+        self._storages = {}

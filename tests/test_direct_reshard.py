@@ -1,0 +1,172 @@
+"""Weights sent from optimizer shares straight to generation: bit for bit what an all-gather and a reshard give."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.losses import supervised_loss
+from hybridflow.algorithms.reduction import LossReduction
+from hybridflow.engine.native import TrainEngine, Update
+from hybridflow.engine.options import TrainOptions
+from hybridflow.generation.records import Prompt, SamplingParams
+from hybridflow.generation.weight_home import WeightMode
+from hybridflow.hybrid_engine import HybridEngine, generation_grid
+from hybridflow.models.config import Head
+from hybridflow.models.weights import decoder_shard_map
+from hybridflow.packing import MicroBatching
+from hybridflow.parallel.box import Box
+from hybridflow.parallel.mesh import Layout, Mesh
+from hybridflow.parallel.plan import lower_bound_numel
+from hybridflow.parallel.schedules.builders import ScheduleKind
+from hybridflow.parallel.world import World
+from hybridflow.trainer.roles import Reduction, TrainedRole
+from tests.engine.models import ragged_batch, tiny_model, train_engine
+from tests.ranks import run_ranks
+
+ROWS = 6
+PARAMS = SamplingParams(max_new_tokens=4)
+PROMPTS = [Prompt(number, 0, (1 + number, 2)) for number in range(3)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train, and the layout to generate in."""
+
+    train: Layout
+    generation: Layout
+    zero_stage: int = 1
+    dtype: torch.dtype = torch.float32
+    offload: bool = False
+    vpp: int = 1
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    tied: bool = False
+    bucket_bytes: int = 1 << 20
+    weights: WeightMode = WeightMode.PACKED
+
+
+CASES = (
+    Case(Layout(tp=2, dp=2), Layout(tp=1, dp=4)),
+    Case(Layout(tp=2, dp=2), Layout(tp=4), dtype=torch.bfloat16, tied=True),
+    Case(Layout(pp=2, dp=2), Layout(tp=2, dp=2), zero_stage=2, dtype=torch.bfloat16, bucket_bytes=3000),
+    Case(Layout(dp=4), Layout(tp=2, dp=2), offload=True, dtype=torch.bfloat16),
+    Case(Layout(dp=2, cp=2), Layout(dp=4), zero_stage=2, offload=True, bucket_bytes=3000),
+    Case(Layout(pp=2, dp=2), Layout(dp=4), vpp=2, schedule=ScheduleKind.ZB_V, tied=True),
+    Case(Layout(tp=2, pp=2), Layout(dp=4)),
+    Case(Layout(tp=2, dp=2), Layout(tp=2, dp=2), zero_stage=0),
+)
+
+
+class Actor:
+    """An engine with its role and its generator."""
+
+    def __init__(self, world: World, case: Case) -> None:
+        options = TrainOptions(case.schedule, zero_stage=case.zero_stage, bucket_bytes=9000,
+                               offload_optimizer=case.offload, max_nonfinite_steps=None)
+        model = tiny_model(tie_word_embeddings=case.tied)
+        self.engine = train_engine(world, case.train, model, Head.LANGUAGE_MODEL, train=options, vpp=case.vpp,
+                                   dtype=case.dtype)
+        grid = generation_grid(self.engine.shard_map, self.engine.mesh.grid, model, case.generation)
+        self.hybrid = HybridEngine(self.engine, Mesh(grid, world), bucket_bytes=case.bucket_bytes,
+                                   weights=case.weights)
+        self.role = TrainedRole(self.engine, MicroBatching(2), MicroBatching(2), Reduction(LossReduction.TOKEN_MEAN))
+        self.world = world
+
+    def update(self, step: int, direct: bool, spoilt: bool = False) -> Update:
+        factor = math.nan if spoilt else 1.0
+
+        def loss(output, columns) -> tuple[Tensor, dict[str, Tensor]]:
+            term, sums = supervised_loss(output.log_probs, columns)
+            return term * factor, sums
+
+        return self.role.update(ragged_batch(self.world, ROWS, seed=step), range(ROWS), loss,
+                                self.hybrid if direct else None)
+
+    def generated(self) -> dict[Box, Tensor]:
+        storages = {name: param.data.contiguous() for name, param in self.hybrid.stage.named_parameters()}
+        wanted = decoder_shard_map(self.engine.model, self.hybrid.mesh.grid, Head.LANGUAGE_MODEL)
+        return {shard.box: shard.view(storages).clone() for shard in wanted.shards(self.world.rank)}
+
+    def answers(self) -> str:
+        return repr(self.hybrid.generator.generate(PROMPTS, PARAMS, 0, expected_version=self.engine.version))
+
+
+def same(direct: TrainEngine, gathered: TrainEngine) -> bool:
+    pairs = [(direct.storages, gathered.storages), (direct.optimizer.storages(), gathered.optimizer.storages())]
+    return all(torch.equal(mine[name], other[name]) for mine, other in pairs for name in mine)
+
+
+def direct_is_gathered(world: World, case: Case) -> tuple[int, int]:
+    """Updates with and without a reshard, a skipped step, and a fill in between. (received, bound) of one reshard."""
+    one, other = Actor(world, case), Actor(world, case)
+    for step, (direct, spoilt) in enumerate([(True, False), (False, False), (True, True), (True, False)]):
+        mine, theirs = one.update(step, direct, spoilt), other.update(step, False, spoilt)
+        assert repr(mine) == repr(theirs) and mine.step.skipped is spoilt  # a norm of NaN equals nothing
+        assert same(one.engine, other.engine), (case, step)
+        other.hybrid.fill()
+        if not direct:
+            assert one.hybrid.is_current is (one.hybrid.generator.weight_version == one.engine.version)
+            one.hybrid.fill()
+        assert one.hybrid.is_current and one.engine.version == other.engine.version
+        wanted = other.generated()
+        assert all(torch.equal(values, wanted[box]) for box, values in one.generated().items()), (case, step)
+        assert one.answers() == other.answers()
+        one.hybrid.free()
+        other.hybrid.free()
+    report = one.hybrid.last_report
+    return report.received_bytes, report.lower_bound_bytes
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_direct_equals_all_gathered_bit_for_bit(case: Case):
+    assert all(received == bound for received, bound in run_ranks(4, direct_is_gathered, case))
+
+
+def moved(world: World, case: Case) -> tuple[int, int, int]:
+    """Bytes that the reshard after a step received, the bound of a plain reshard, and bytes of whole matrices."""
+    actor = Actor(world, case)
+    actor.update(0, direct=True)
+    wanted = decoder_shard_map(actor.engine.model, actor.hybrid.mesh.grid, Head.LANGUAGE_MODEL)
+    plain = lower_bound_numel(actor.engine.shard_map, wanted, world.rank) * case.dtype.itemsize
+    return actor.hybrid.last_report.received_bytes, plain, sum(
+        math.prod(shape) for shape in wanted.shapes.values()) * case.dtype.itemsize
+
+
+@pytest.mark.parametrize("case", [Case(Layout(dp=4), Layout(tp=2, dp=2)), Case(Layout(dp=4), Layout(tp=1, dp=4))],
+                         ids=str)
+def test_what_is_received_is_the_generation_shard_without_the_share(case: Case):
+    """Where the training shard lies in the generation shard, or the reverse: the larger of both less M / (t p d)."""
+    for received, plain, model in run_ranks(4, moved, case):
+        assert plain == 0
+        assert received == pytest.approx(model - model / 4, rel=0.03)  # buckets are padded to equal shares
+
+
+def order(world: World) -> list[tuple[str, int]]:
+    """What the reshard did: ("step", bucket) and ("round", number), in order."""
+    actor = Actor(world, Case(Layout(dp=4), Layout(dp=4), bucket_bytes=6000))
+    done: list[tuple[str, int]] = []
+    step, travel = actor.engine.optimizer.step_bucket, actor.hybrid.after_step.round
+
+    def stepping(bucket: int) -> None:
+        done.extend([("step", bucket)] if bucket in actor.engine.optimizer.waiting else [])
+        step(bucket)
+
+    def travelling(number: int, *storages: dict[str, Tensor]) -> None:
+        done.append(("round", number))
+        travel(number, *storages)
+
+    actor.engine.optimizer.step_bucket, actor.hybrid.after_step.round = stepping, travelling
+    actor.update(0, direct=True)
+    assert sorted(n for what, n in done if what == "step") == list(range(len(actor.engine.grads.buckets)))
+    return done
+
+
+def test_buckets_travel_before_later_ones_have_stepped():
+    for done in run_ranks(4, order):
+        assert [number for what, number in done if what == "round"] == list(range(len(done) - sum(
+            what == "step" for what, _ in done)))
+        first_round = done.index(("round", 0))
+        assert any(what == "step" for what, _ in done[:first_round])
+        assert any(what == "step" for what, _ in done[first_round:])
