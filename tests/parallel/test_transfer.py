@@ -1,13 +1,18 @@
 """Plans move what is missing and nothing more; the executor fills every box within its buckets."""
 
+from __future__ import annotations
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from hybridflow.local_ranks import LocalRanks
 from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.mesh import Grid, Layout
-from hybridflow.parallel.plan import TransferPlan, lower_bound_numel
+from hybridflow.parallel.nodes import Nodes
+from hybridflow.parallel.plan import Copy, TransferPlan, lower_bound_numel
 from hybridflow.parallel.shard_map import ShardMap
-from hybridflow.parallel.transfer import execute
+from hybridflow.parallel.transfer import Transfer, TransferError, execute
 from hybridflow.parallel.world import World
 from tests.ranks import run_ranks
 
@@ -102,3 +107,122 @@ def test_planning_looks_at_a_few_boxes_for_each_copy(monkeypatch: pytest.MonkeyP
         calls.clear()
         plan = TransferPlan(rows_map(dealt), dest)
         assert len(plan.copies) == copies and len(calls) <= 2 * copies
+
+
+def check_passing_on(world: World) -> list[int]:
+    """From few ranks to many, across nodes, by hops; and back to few."""
+    hops = []
+    for ranks, target, nodes in [((0,), (1, 2, 3), Nodes()), ((0,), (0, 1, 2, 3), Nodes(2)), ((0, 1), (2, 3), Nodes(2)),
+                                 ((1,), (0, 2, 3), Nodes(1))]:
+        source, dest = toy_map(Grid(Layout(1, 1, len(ranks)), ranks)), toy_map(Grid(Layout(1, 1, len(target)), target))
+        for bucket_bytes in (100, 2**20):
+            plan = TransferPlan(source, dest, nodes)
+            want = storages(dest, world.rank, None)
+            execute(plan, world, storages(source, world.rank, full_tensors()), want, wire_dtype=torch.float64,
+                    bucket_bytes=bucket_bytes)
+            expected = storages(dest, world.rank, full_tensors())
+            assert all(torch.equal(want[name], expected[name]) for name in expected), (ranks, target, nodes)
+        hops.append(max(copy.hop for copy in plan.copies))
+    return hops
+
+
+def test_what_came_is_passed_on():
+    for hops in run_ranks(4, check_passing_on):
+        assert max(hops) > 0
+
+
+def check_relay(world: World) -> bool:
+    """0 -> 1 -> 2 -> 3, each from where the one before has put it, in another dtype and by columns."""
+    box = Box.whole("w", (40, 6))
+    rows, columns = Shard.of_rows(box, "rows"), Shard(box, "columns", 0, (1, 40))
+    copies = [Copy(rank, rank + 1, box, rows if rank == 0 else columns, (columns, rows), rank) for rank in range(3)]
+    plan = TransferPlan(ShardMap({}, (), lambda rank: []), ShardMap({}, (), lambda rank: []))
+    plan.of_rank = lambda rank: tuple(copy for copy in copies if rank in (copy.source, copy.dest))
+    values = torch.arange(240, dtype=torch.float32).view(40, 6)
+    have = {"rows": values.clone()} if world.rank == 0 else {}
+    got = {"rows": torch.zeros(240, dtype=torch.float64), "columns": torch.zeros(240, dtype=torch.float32)}
+    execute(plan, world, have, got, wire_dtype=torch.float32, bucket_bytes=8 * 50)
+    return world.rank == 0 or (torch.equal(got["rows"].view(40, 6), values.double())
+                               and torch.equal(got["columns"].view(6, 40), values.T))
+
+
+def test_a_relay_sends_what_has_landed():
+    assert run_ranks(4, check_relay) == [True] * 4
+
+
+def pairs_map(ranks: tuple[int, ...]) -> ShardMap:
+    whole = Box.whole("w", (64, 33))
+    return ShardMap({"w": (64, 33)}, ranks, lambda rank: [Shard.of_rows(whole, "w")])
+
+
+def check_dtypes(world: World) -> None:
+    values = torch.randn(64, 33, generator=torch.Generator().manual_seed(3))
+    bf16, fp32, e4m3, e5m2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
+    for have, wire, want in [(fp32, bf16, bf16), (bf16, bf16, fp32), (e4m3, e4m3, e4m3), (fp32, e5m2, e5m2),
+                             (torch.bool, torch.bool, torch.bool), (torch.int64, torch.int64, torch.int64)]:
+        source, got = {"w": values.to(have)}, {"w": torch.zeros(64, 33, dtype=want)}
+        execute(TransferPlan(pairs_map((0,)), pairs_map((1,))), world, source, got, wire_dtype=wire, bucket_bytes=1000)
+        if world.rank == 1:
+            assert torch.equal(got["w"].float(), values.to(have).to(wire).to(want).float()), (have, wire, want)
+
+
+def test_every_dtype_travels_and_is_cast_at_the_right_end():
+    run_ranks(2, check_dtypes)
+
+
+class BrokenWork:
+    def wait(self) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+def fail_to_receive(world: World) -> str:
+    transfer = Transfer(TransferPlan(pairs_map((0,)), pairs_map((1,))), world, wire_dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", lambda ops: [BrokenWork() for _ in ops])
+        with pytest.raises(TransferError) as caught:
+            transfer.round(0, {"w": torch.zeros(64, 33)}, {"w": torch.zeros(64, 33)})
+    return str(caught.value)
+
+
+def test_an_error_names_the_rank_and_the_tensor():
+    to, of = run_ranks(2, fail_to_receive)
+    assert to == "could not move w to rank 1: connection closed by peer"
+    assert of == "could not move w from rank 0: connection closed by peer"
+
+
+def lose_the_sender(world: World) -> str:
+    transfer = Transfer(TransferPlan(pairs_map((0,)), pairs_map((1,))), world, wire_dtype=torch.float32)
+    if world.rank == 0:
+        world.close()
+        return "gone"
+    with pytest.raises(TransferError) as caught:
+        transfer.round(0, {}, {"w": torch.zeros(64, 33)})
+    return str(caught.value)
+
+
+def test_a_rank_that_has_gone_is_named():
+    with LocalRanks(2, timeout_s=20.0) as ranks:
+        assert ranks.run(lose_the_sender)[1].startswith("could not move w from rank 0: ")
+
+
+def check_order_of_reads(world: World) -> list[frozenset[str]]:
+    """Eight shares of which each half of the rounds reads its own."""
+    def shards_of(rank: int) -> list[Shard]:
+        return [Shard.of_rows(Box("w", (8 * part, 0), (8 * part + 8, 33)), f"share.{part}") for part in range(8)]
+    shares = ShardMap({"w": (64, 33)}, (0,), shards_of)
+    transfer = Transfer(TransferPlan(shares, pairs_map((0, 1))), world, wire_dtype=torch.float32,
+                        bucket_bytes=2 * 4 * 2 * 8 * 33)
+    got, have = {"w": torch.full((64, 33), -1.0)}, {f"share.{part}": torch.full((8, 33), -1.0) for part in range(8)}
+    reads = [transfer.sources(number) for number in range(transfer.num_rounds)]
+    for number, names in enumerate(reads):
+        for name in names:
+            have[name].fill_(float(name.removeprefix("share.")))  # not before it is asked for
+        transfer.round(number, have, got)
+    assert torch.equal(got["w"], torch.arange(8.0).repeat_interleave(8)[:, None].expand(64, 33))
+    return reads
+
+
+def test_a_source_is_read_no_sooner_than_said():
+    reads, nothing = run_ranks(2, check_order_of_reads)
+    assert reads == [{f"share.{2 * number}", f"share.{2 * number + 1}"} for number in range(4)]
+    assert set(nothing) == {frozenset()}

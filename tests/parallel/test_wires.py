@@ -1,0 +1,134 @@
+"""Rounds hold everything once, both ends of a wire see the same, and no rank can wait for ever."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hybridflow.parallel.box import Box, Shard
+from hybridflow.parallel.nodes import Nodes
+from hybridflow.parallel.plan import Copy, TransferPlan
+from hybridflow.parallel.wires import (
+    Message,
+    Piece,
+    Round,
+    Wire,
+    cut_in_rounds,
+    first_reads,
+    messages_of,
+    room_of_wires,
+    rounds_of,
+    wires_of,
+)
+from tests.parallel.test_plan import random_maps
+
+RANKS = range(9)
+LEAST = 3  # elements of a message of its own
+
+
+def copy_of(box: Box, source: int = 0, dest: int = 1, storage: str = "s", hop: int = 0) -> Copy:
+    shard = Shard.of_rows(box, storage)
+    return Copy(source, dest, box, shard, (shard,), hop)
+
+
+def boxes_of(pieces: list[Piece]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(piece.box.lo, piece.box.hi) for piece in pieces]
+
+
+def test_rounds_are_full_and_cut_at_rows_where_they_can_be():
+    copies = [copy_of(Box.whole("w", (5, 4))), copy_of(Box.whole("b", (3,)))]
+    first, second, third = cut_in_rounds(copies, 9)
+    assert boxes_of(first) == [((0, 0), (2, 4)), ((2, 0), (3, 1))]
+    assert boxes_of(second) == [((2, 1), (3, 4)), ((3, 0), (4, 4)), ((4, 0), (5, 2))]
+    assert boxes_of(third) == [((4, 2), (5, 4)), ((0,), (3,))]
+
+
+def test_large_pieces_travel_alone_and_small_ones_packed():
+    pieces = [Piece(copy_of(box), box) for box in (Box.whole("a", (2,)), Box.whole("b", (4,)), Box.whole("c", (1,)))]
+    assert messages_of(7, pieces, LEAST) == [Message(7, (pieces[1],)), Message(7, (pieces[0], pieces[2]))]
+    assert messages_of(7, pieces[1:2], LEAST) == [Message(7, (pieces[1],))]
+
+
+def test_room_is_shared_by_load_and_never_more_than_there_is():
+    large, small, later = (Wire(0, 0, 1), Wire(0, 2, 0), Wire(1, 0, 1))
+    wires = {large: [copy_of(Box.whole("w", (900,)))], small: [copy_of(Box.whole("w", (100,)))],
+             later: [copy_of(Box.whole("w", (5,)))]}
+    assert room_of_wires(wires, 80) == {large: 10 + 54, small: 10 + 6, later: 5}
+    assert set(room_of_wires(wires, 0).values()) == {1}
+
+
+def all_rounds(plan: TransferPlan, numel: int) -> dict[int, list[Round]]:
+    """As the ranks would make them, each of its own copies and what it has agreed on with its peers."""
+    offers = {rank: room_of_wires(wires_of(plan.of_rank(rank)), numel) for rank in RANKS}
+    return {rank: rounds_of(rank, plan.of_rank(rank),
+                            {wire: min(offers[wire.source][wire], offers[wire.dest][wire]) for wire in offers[rank]},
+                            LEAST) for rank in RANKS}
+
+
+
+def run_to_the_end(rounds: dict[int, list[Round]]) -> None:
+    """Every rank posts, then waits for the round before (or first, where it passes on); messages of a direction meet in
+    order. Fails where nobody can go on.
+    """
+    posted = {rank: 0 for rank in RANKS}
+    done = {rank: 0 for rank in RANKS}
+    sent: dict[tuple[int, int], list[tuple[Piece, ...]]] = {}
+    awaited: dict[tuple[int, int], list[tuple[Piece, ...]]] = {}
+
+    def is_over(rank: int, number: int) -> bool:
+        return all(message.pieces in awaited.get((rank, message.peer), []) for message in rounds[rank][number].sends) \
+            and all(message.pieces in sent.get((message.peer, rank), []) for message in rounds[rank][number].receives)
+
+    def may_post(rank: int) -> bool:
+        number = posted[rank]
+        if number == len(rounds[rank]):
+            return False
+        now, before = rounds[rank][number], rounds[rank][number - 1]
+        all_done = number > 0 and now.passes_on and before.hop < now.hop
+        return done[rank] >= (number if all_done else number - 1)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in RANKS:
+            if may_post(rank):
+                now = rounds[rank][posted[rank]]
+                for message in now.sends:
+                    sent.setdefault((rank, message.peer), []).append(message.pieces)
+                for message in now.receives:
+                    awaited.setdefault((message.peer, rank), []).append(message.pieces)
+                posted[rank], moved = posted[rank] + 1, True
+            if done[rank] < posted[rank] and is_over(rank, done[rank]):
+                done[rank], moved = done[rank] + 1, True
+    assert done == {rank: len(rounds[rank]) for rank in RANKS}
+    assert sent == awaited, "messages of a direction do not meet in order"
+
+
+@pytest.mark.parametrize("nodes", [Nodes(), Nodes(2)], ids=str)
+@pytest.mark.parametrize("seed", range(25))
+def test_no_rank_waits_for_ever_and_all_arrives(seed: int, nodes: Nodes):
+    plan = TransferPlan(*random_maps(random.Random(seed)), nodes)
+    rounds = all_rounds(plan, 12)
+    run_to_the_end(rounds)
+    for rank in RANKS:
+        arrived = sum(message.numel for each in rounds[rank] for message in each.receives)
+        assert arrived == plan.received_numel(rank)
+        assert sum(message.numel for each in rounds[rank] for message in each.sends) == plan.sent_numel(rank)
+        kept = [copy for each in rounds[rank] for copy in each.kept]
+        assert sorted(kept, key=repr) == sorted((c for c in plan.of_rank(rank) if c.source == c.dest), key=repr)
+
+
+def test_what_is_kept_goes_with_what_is_sent_of_it_and_else_evenly():
+    sent = [copy_of(Box("w", (row,), (row + 4,)), storage=f"share.{row}") for row in range(0, 16, 4)]
+    kept = [copy_of(Box("w", (12,), (16,)), 0, 0, "share.12")]
+    alone = [copy_of(Box.whole(name, (4,)), 0, 0, name) for name in "abcd"]
+    rounds = rounds_of(0, [*sent, *kept, *alone], {Wire(0, 0, 1): 4}, LEAST)
+    assert first_reads(rounds) == [{"share.0", "a"}, {"share.4", "b"}, {"share.8", "c"}, {"share.12", "d"}]
+    storages = [[copy.src_shard.storage for copy in each.kept] for each in rounds]
+    assert storages == [["a"], ["b"], ["c"], ["share.12", "d"]]
+
+
+def test_what_is_passed_on_is_not_read_from_the_source_map():
+    [only] = rounds_of(0, [copy_of(Box.whole("w", (4,)), hop=1)], {Wire(1, 0, 1): 4}, LEAST)
+    assert only.passes_on and first_reads([only]) == [frozenset()]
