@@ -33,7 +33,7 @@ HELP = {
     Command.EXPORT: "write the model in Hugging Face's format",
 }
 # Commands with options of their own: each module has HELP, EPILOGUE, add_arguments and run.
-TOOLS = ("schedule", "verify", "bench")
+TOOLS = ("schedule", "reshard", "verify", "bench")
 EPILOGUE = """\
 one process:       python -m hybridflow train configs/ppo_tiny.yaml
 four processes:    torchrun --standalone --nproc-per-node 4 -m hybridflow train configs/ppo_tiny.yaml

@@ -1,0 +1,180 @@
+"""`hybridflow reshard`: what it prints for people and programs, moves on ranks, and every kind of bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cli import main
+
+SPEC = {"family": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 4,
+        "num_heads": 4, "num_kv_heads": 2}
+HF = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248,
+      "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"model": {"spec": SPEC}}))  # JSON is YAML
+    return str(path)
+
+
+def reshard(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["reshard", *words])
+    return (code, *capsys.readouterr())
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    code, out, err = reshard(capsys, *words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_json_counts_the_paper_s_example_by_hand(model, capsys):
+    found = report(capsys, "--model", model, "--from", "tp=4", "--to", "tp=2", "--world", "4", "--dtype", "float32")
+    matrices = 2 * 64 * 32 + 4 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
+    kv = 4 * 2 * 16 * 32  # on tp 4 two ranks hold the same of two heads, so that there is less to receive
+    norms = (2 * 4 + 1) * 32  # on every rank
+    assert found["model_bytes"] == 4 * (matrices + norms)
+    assert found["received_bytes"] == found["lower_bound_bytes"] == 4 * 4 * (matrices - kv) // 4
+    assert found["received_bytes"] == sum(rank["received_bytes"] for rank in found["ranks"])
+    assert [rank["received_bytes"] for rank in found["ranks"]] == [4 * (matrices - kv) // 4] * 4
+    assert all(rank["lower_bound_bytes"] == rank["received_bytes"] and rank["planned"] for rank in found["ranks"])
+    assert sum(link["bytes"] for link in found["links"]) == found["received_bytes"]
+    assert found["node_links"] == [{"from": 0, "to": 0, "bytes": found["received_bytes"]}]
+    assert [rank["train"]["tp"] for rank in found["ranks"]] == [0, 1, 2, 3]
+    assert sorted((rank["generate"]["tp"], rank["generate"]["dp"]) for rank in found["ranks"]) == [
+        (0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_formulas_are_those_of_table_2(model, capsys):
+    found = report(capsys, "--model", model, "--from", "tp=4", "--to", "tp=2", "--world", "8")
+    size = found["model_bytes"]
+    assert found["formulas"] == {
+        "DS-Chat": {"received_bytes": size * 7 / 8, "peak_parameter_bytes": size},
+        "HybridFlow-V": {"received_bytes": size * 3 / 4, "peak_parameter_bytes": size},
+        "HybridFlow": {"received_bytes": size * 1 / 4, "peak_parameter_bytes": size / 2}}
+
+
+def test_equal_layouts_move_and_take_nothing(model, capsys):
+    found = report(capsys, "--model", model, "--from", "tp=2", "--to", "tp=2", "--world", "4")
+    assert found["received_bytes"] == found["lower_bound_bytes"] == 0 == found["peak_extra_bytes"]["shared"]
+    assert found["links"] == [] and found["peak_extra_bytes"]["packed"] == found["peak_parameter_bytes"]["shared"]
+    code, out, _ = reshard(capsys, "--model", model, "--from", "tp=2", "--to", "tp=2", "--world", "4")
+    assert code == 0 and "no bytes over any link" in out
+
+
+def test_the_table_names_ranks_links_nodes_and_formulas(model, capsys):
+    code, out, err = reshard(capsys, "--model", model, "--from", "tp=2,pp=2", "--to", "tp=2", "--nodes", "2")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0] == ("tp2 pp2 dp1 -> tp2 pp1 dp2: 4 ranks, 2 ranks per node, tensor groups of generation in nodes")
+    assert [line.split()[:5] for line in lines if line.startswith("0  ")] == [["0", "0", "tp0", "pp0", "dp0"]]
+    assert any(line.startswith("0 -> 1") for line in lines[lines.index("between nodes"):])
+    assert [line.split()[0] for line in lines[-6:-2]] == ["DS-Chat", "HybridFlow-V", "HybridFlow", "ours"]
+
+
+def test_other_ranks_generate_and_no_formula_applies(model, capsys):
+    found = report(capsys, "--model", model, "--from", "tp=2", "--from-ranks", "0-1", "--to", "tp=2", "--to-ranks",
+                   "2,3,4-5")
+    assert found["world_size"] == 6
+    assert [rank["received_bytes"] == rank["generate_bytes"] > 0 for rank in found["ranks"]] == [False] * 2 + [True] * 4
+    assert {rank["rank"]: rank["generate"] for rank in found["ranks"]}[0] is None
+    assert all(row["received_bytes"] is None for row in found["formulas"].values())
+    code, out, _ = reshard(capsys, "--model", model, "--from", "tp=2", "--from-ranks", "0-1", "--to", "tp=2",
+                           "--to-ranks", "2-5")
+    assert code == 0 and ["HybridFlow", "-", "-", "-"] in map(str.split, out.splitlines())
+
+
+def test_run_moves_and_checks_real_tensors(model, capsys):
+    for words in (["--from", "tp=2,pp=2", "--to", "tp=1", "--world", "4"],
+                  ["--from", "tp=1,pp=2,vpp=2", "--to", "tp=4", "--world", "4", "--bucket-mb", "1"],
+                  ["--from", "tp=2", "--from-ranks", "0-1", "--to", "tp=1", "--to-ranks", "2-3"]):
+        found = report(capsys, "--model", model, *words, "--run")
+        assert found["run"]["wrong"] == []
+        assert sum(found["run"]["received_bytes"]) == found["received_bytes"]
+        assert found["run"]["seconds"] > 0 and found["run"]["bytes_per_second"] > 0
+        assert max(found["run"]["extra_bytes"]) <= found["peak_extra_bytes"]["shared"]
+
+
+def test_run_says_seconds_and_rate(model, capsys):
+    code, out, err = reshard(capsys, "--model", model, "--from", "tp=2", "--to", "tp=1", "--world", "2", "--run")
+    assert code == 0, err
+    assert " GB/s over all links; every element is right" in out
+
+
+def test_a_config_s_own_layouts_are_the_defaults(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"model": {"spec": SPEC}, "generation": {"layout": {"tp": 2}},
+                                "train": {"layout": {"pp": 2, "tp": 2, "layers_per_stage": [1, 3]}}}))
+    found = report(capsys, "--model", str(path))
+    assert found["world_size"] == 4 and (found["from"]["tp"], found["from"]["pp"], found["to"]["tp"]) == (2, 2, 2)
+    assert found["ranks"][0]["train_bytes"] < found["ranks"][-1]["train_bytes"]
+    assert report(capsys, "--model", str(path), "generation.layout.tp=4")["to"]["tp"] == 4
+
+
+def test_a_large_world_is_sampled(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**HF, "num_hidden_layers": 8}))
+    words = ("--from", "tp=8,pp=4", "--to", "tp=8", "--world", "16384", "--ranks-per-node", "8")
+    found = report(capsys, "--model", str(tmp_path), *words)
+    assert not found["all_ranks_planned"] and len(found["ranks"]) == 16384
+    planned = [rank for rank in found["ranks"] if rank["planned"]]
+    assert len(planned) == 8 and all(rank["received_bytes"] == rank["lower_bound_bytes"] for rank in planned)
+    assert found["received_bytes"] == found["lower_bound_bytes"] == sum(r["received_bytes"] for r in found["ranks"])
+    code, out, _ = reshard(capsys, "--model", str(tmp_path / "config.json"), *words)
+    assert code == 0 and "8 of 16384 ranks planned" in out
+
+
+BAD = [
+    (["--from", "tp=3,pq=2,tp=1,pp=0", "--to", "tp"], ["pq=2: is no degree", "tp=1: tp is there twice",
+                                                        "pp=0: a degree is a whole number", "--to = tp: is no degree"]),
+    (["--from", "tp=2", "--to", "cp=2"], ["cp=2: is no degree of a layout; write tp, pp, vpp or dp"]),
+    (["--from", "tp=3", "--to", "tp=2", "--world", "4"], ["4 ranks cannot be cut in replicas of 3; choose "
+                                                          "degrees whose product is 1, 2 or 4", "tp 3 must divide num_heads 4"]),
+    (["--from", "tp=2,dp=3", "--to", "tp=2", "--world", "4"], ["4 ranks are not 3 replicas of 2; choose dp=2"]),
+    (["--from", "pp=8", "--to", "tp=8", "--world", "8"], ["pp 8 must be at most num_layers 4", "tp 8 must divide"]),
+    (["--from", "vpp=5", "--to", "tp=1", "--world", "1"], ["vpp 5 = 5 chunks must be at most num_layers 4"]),
+    (["--from", "tp=2", "--to", "tp=2", "--world", "0"], ["--world = 0: is not a whole number from 1"]),
+    (["--from", "tp=2", "--to", "tp=2", "--world", "x", "--bucket-mb", "0"], ["--world = x", "--bucket-mb = 0"]),
+    (["--from", "tp=2", "--to", "tp=2", "--world", "4", "--nodes", "3"], ["4 ranks are not equally many in 3 nodes"]),
+    (["--from", "tp=1", "--to", "tp=1", "--ranks-per-node", "no"], ["--ranks-per-node = no"]),
+    (["--from", "tp=2", "--to", "tp=2", "--world", "4", "--to-ranks", "3-4"], ["--to-ranks = 4: there are 4 ranks"]),
+    (["--from", "tp=2", "--to", "tp=2", "--from-ranks", "0,0", "--to-ranks", "2-1"], ["names a rank twice",
+                                                                                      "2-1: is no rank or range"]),
+    (["--from", "tp=2", "--to", "tp=2", "--world", "4", "model.spec.num_layerz=2", "model.spec.num_heads=3"],
+     ["num_layerz = 2: unknown key; did you mean model.spec.num_layers", "model.spec.num_heads"]),
+    (["--from", "tp=2", "--to", "tp=2", "model.spec.vocab_size=null"], ["only the tokenizer knows it"]),
+    (["--from", "tp=2", "--to", "tp=2", "--world", "128", "--run"], ["more than 64 processes on one host"]),
+    (["--from", "tp=1", "--to", "tp=1", "--world", "2", "--run", "model.spec.hidden_size=1048576",
+      "model.spec.vocab_size=1000000"], ["of memory are free here"]),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), BAD, ids=[" ".join(words) for words, _ in BAD])
+def test_faults_are_told_all_at_once_before_any_process(words, told, model, capsys, monkeypatch):
+    monkeypatch.setattr("hybridflow.local_ranks.LocalRanks.run", None)
+    code, out, err = reshard(capsys, "--model", model, *words)
+    assert (code, out) == (2, "") and err.startswith("reshard: ")
+    for text in told:
+        assert text in err
+
+
+@pytest.mark.parametrize(("name", "content", "told"), [
+    ("missing.yaml", None, "no such file"), ("missing.json", None, "no such file"),
+    ("list.yaml", "[1]", "holds a list"), ("bad.json", "{", "Expecting"),
+    ("gpt.json", '{"model_type": "gpt2"}', "gpt2"),
+    ("empty.yaml", "{}", "model.path"),
+])
+def test_a_model_that_cannot_be_read_is_named(name, content, told, tmp_path, capsys):
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    code, _, err = reshard(capsys, "--model", str(path), "--from", "tp=2", "--to", "tq=1", "--world", "4")
+    assert code == 2 and told in err and "tq=1: is no degree" in err
+
+
+def test_a_hugging_face_model_has_neither_layouts_nor_keys(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    code, _, err = reshard(capsys, "--model", str(tmp_path), "train.layout.tp=2")
+    assert code == 2 and "--from = null" in err and "--to = null" in err and "is no YAML file" in err
