@@ -62,6 +62,8 @@ class HybridEngine:
 
     Attributes:
         generator: refuses to generate under any version but the one that was last filled in.
+        home: where the generator's weights are.
+        from_training, after_step: the two ways; one and the same where no rank has but a share.
         last_report: of the last reshard.
     """
 
@@ -77,13 +79,13 @@ class HybridEngine:
         self.stage = generation_stage(model, mesh, dtype)
         self.stage.requires_grad_(False)
         wanted = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
-        self._home = self._home_of(weights, wanted)
+        self.home = self._home_of(weights, wanted)
         route = partial(Route, world=mesh.world, layout=train.grads.layout(), wire_dtype=dtype,
                         bucket_bytes=bucket_bytes)
-        self.from_training = self.after_step = route(train.shard_map, self._home.shard_map)
+        self.from_training = self.after_step = route(train.shard_map, self.home.shard_map)
         if train.grads.sharded:
             shares = share_map(train.shard_map, train.grads.layout(), train.mesh, train.grads.sharded)
-            self.after_step = route(shares, with_training(self._home.shard_map, train.shard_map))
+            self.after_step = route(shares, with_training(self.home.shard_map, train.shard_map))
         self.generator = Generator(self.stage, mesh, model, limits)
         self.free()
         self.last_report = ReshardReport(0.0, 0, 0, 0)
@@ -114,7 +116,7 @@ class HybridEngine:
 
     def free(self) -> None:
         """Give the memory of the generation weights back."""
-        self._home.free()
+        self.home.free()
         self.generator.weight_version = None
 
     def _home_of(self, weights: WeightMode, wanted: ShardMap) -> WeightHome:
@@ -142,17 +144,18 @@ class HybridEngine:
         self.generator.weight_version = None
         shares = {share_storage(i): bucket.my_params for i, bucket in enumerate(self.train.grads.buckets)}
         training = {f"{TRAINING}{name}": tensor for name, tensor in parameters.items()}
-        return _UnderWay(started, route.stats.received_bytes, parameters | shares, training | self._home.take(training))
+        return _UnderWay(started, route.stats.received_bytes, parameters | shares, training | self.home.take(training))
 
     def _finish(self, route: Route, reshard: _UnderWay) -> None:
         """Let the generator generate."""
         for bucket in self.train.optimizer.waiting:  # of shares that nobody else wants
             self.train.optimizer.step_bucket(bucket)
-        self._home.ready()
+        reshard.destinations.clear()  # memory that the home may replace is not to be kept
+        self.home.ready()
         self.generator.weight_version = self.train.version
         received = route.stats.received_bytes - reshard.received_before
         self.last_report = ReshardReport(self._now() - reshard.started, received, route.lower_bound_bytes,
-                                         self._home.taken_bytes + route.stats.peak_buffer_bytes)
+                                         self.home.taken_bytes + route.stats.peak_buffer_bytes)
 
     def _now(self) -> float:
         """Seconds, once the device has done what it was given."""

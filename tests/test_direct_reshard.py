@@ -10,7 +10,8 @@ from torch import Tensor
 from hybridflow.algorithms.losses import supervised_loss
 from hybridflow.algorithms.reduction import LossReduction
 from hybridflow.engine.native import TrainEngine, Update
-from hybridflow.engine.options import TrainOptions
+from hybridflow.engine.options import EngineOptions, TrainOptions
+from hybridflow.generation.engine import StaleWeightsError
 from hybridflow.generation.records import Prompt, SamplingParams
 from hybridflow.generation.weight_home import WeightMode
 from hybridflow.hybrid_engine import HybridEngine, generation_grid
@@ -18,9 +19,12 @@ from hybridflow.models.config import Head
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.packing import MicroBatching
 from hybridflow.parallel.box import Box
-from hybridflow.parallel.mesh import Layout, Mesh
+from hybridflow.parallel.mesh import Grid, Layout, Mesh
+from hybridflow.parallel.optimizer import LrSchedule
+from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.plan import lower_bound_numel
 from hybridflow.parallel.schedules.builders import ScheduleKind
+from hybridflow.parallel.share import TRAINING
 from hybridflow.parallel.world import World
 from hybridflow.trainer.roles import Reduction, TrainedRole
 from tests.engine.models import ragged_batch, tiny_model, train_engine
@@ -56,6 +60,11 @@ CASES = (
     Case(Layout(pp=2, dp=2), Layout(dp=4), vpp=2, schedule=ScheduleKind.ZB_V, tied=True),
     Case(Layout(tp=2, pp=2), Layout(dp=4)),
     Case(Layout(tp=2, dp=2), Layout(tp=2, dp=2), zero_stage=0),
+    Case(Layout(tp=2, dp=2), Layout(tp=1, dp=4), weights=WeightMode.SHARED),
+    Case(Layout(tp=2, dp=2), Layout(tp=4), weights=WeightMode.SHARED, tied=True, bucket_bytes=3000),
+    Case(Layout(pp=2, dp=2), Layout(tp=2, dp=2), weights=WeightMode.SHARED, zero_stage=2, dtype=torch.bfloat16),
+    Case(Layout(dp=2, cp=2), Layout(dp=4), weights=WeightMode.SHARED, offload=True, dtype=torch.bfloat16),
+    Case(Layout(pp=2, dp=2), Layout(tp=4), weights=WeightMode.SHARED, vpp=2, schedule=ScheduleKind.ZB_V),
 )
 
 
@@ -85,9 +94,9 @@ class Actor:
                                 self.hybrid if direct else None)
 
     def generated(self) -> dict[Box, Tensor]:
-        storages = {name: param.data.contiguous() for name, param in self.hybrid.stage.named_parameters()}
-        wanted = decoder_shard_map(self.engine.model, self.hybrid.mesh.grid, Head.LANGUAGE_MODEL)
-        return {shard.box: shard.view(storages).clone() for shard in wanted.shards(self.world.rank)}
+        home = self.hybrid.home  # a packed one may have its matrices in columns
+        storages = {name: tensor.contiguous() for name, tensor in home.storages.items()}
+        return {shard.box: shard.view(storages).clone() for shard in home.shard_map.shards(self.world.rank)}
 
     def answers(self) -> str:
         return repr(self.hybrid.generator.generate(PROMPTS, PARAMS, 0, expected_version=self.engine.version))
@@ -122,6 +131,69 @@ def direct_is_gathered(world: World, case: Case) -> tuple[int, int]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_direct_equals_all_gathered_bit_for_bit(case: Case):
     assert all(received == bound for received, bound in run_ranks(4, direct_is_gathered, case))
+
+
+def memory(world: World, case: Case) -> tuple[int, int, int]:
+    """What a fill received, its lower bound, and the memory that it took for weights, which is all it took."""
+    actor = Actor(world, case)
+    before = {name: tensor.data_ptr() for name, tensor in actor.engine.storages.items()}
+    actor.hybrid.fill()
+    report, home = actor.hybrid.last_report, actor.hybrid.home
+    in_training = {tensor.data_ptr() for name, tensor in home.storages.items() if name.startswith(TRAINING)}
+    assert in_training == set(before.values())
+    own = sum(tensor.nbytes for name, tensor in home.storages.items() if not name.startswith(TRAINING))
+    assert own == home.taken_bytes
+    if report.received_bytes == 0:
+        assert report.extra_bytes == own
+    actor.hybrid.free()
+    assert home.storages == {} and {name: t.data_ptr() for name, t in actor.engine.storages.items()} == before
+    return report.received_bytes, report.lower_bound_bytes, own
+
+
+@pytest.mark.parametrize(("train", "generation"), [
+    (Layout(tp=2, dp=2), Layout(tp=2, dp=2)), (Layout(tp=2, dp=2), Layout(tp=4)), (Layout(dp=4), Layout(dp=4)),
+    (Layout(tp=4), Layout(tp=2, dp=2)), (Layout(pp=4), Layout(dp=4)), (Layout(tp=2, pp=2), Layout(tp=4))], ids=str)
+def test_shared_weights_take_no_more_memory_than_what_must_be_received(train: Layout, generation: Layout):
+    """0 bytes received and 0 allocated where each generation shard lies in a training shard."""
+    is_inside = train.pp == 1 and generation.tp % train.tp == 0
+    case = Case(train, generation, weights=WeightMode.SHARED)
+    for received, bound, own in run_ranks(4, memory, case):
+        assert received == bound == own and (own == 0) is is_inside
+
+
+def answers_of(world: World) -> list[tuple]:
+    """Answers after an update: with either home, and those of a fresh generator of the same weights."""
+    said = []
+    for weights in WeightMode:
+        actor = Actor(world, Case(Layout(tp=2, dp=2), Layout(tp=1, dp=4), dtype=torch.float64, weights=weights))
+        actor.hybrid.fill()
+        before = actor.answers()
+        actor.update(0, direct=True)
+        answers = actor.hybrid.generator.generate(PROMPTS, PARAMS, 0, expected_version=actor.engine.version)
+        assert before != repr(answers)
+        fresh = HybridEngine(actor.engine, actor.hybrid.mesh, bucket_bytes=1 << 20, weights=weights)
+        fresh.fill()
+        again = fresh.generator.generate(PROMPTS, PARAMS, 0, expected_version=1)
+        assert repr(again) == repr(answers)  # nothing that was cached under the weights before is left
+        with pytest.raises(StaleWeightsError):
+            actor.hybrid.generator.generate(PROMPTS, PARAMS, 0, expected_version=0)
+        said.append([(answer.response_ids, answer.log_probs) for answer in answers])
+    return said
+
+
+def test_both_homes_and_a_fresh_generator_answer_alike():
+    for shared, packed in run_ranks(4, answers_of):
+        for (ids, log_probs), (other_ids, other_log_probs) in zip(shared, packed, strict=True):
+            assert ids == other_ids and log_probs == pytest.approx(other_log_probs, abs=1e-12)
+
+
+def test_an_engine_that_waits_on_the_host_shares_nothing():
+    world = World.single(torch.device("cpu"))
+    mesh = Mesh(Grid.of(Layout()), world)
+    engine = TrainEngine(tiny_model(), mesh, Head.LANGUAGE_MODEL, EngineOptions(offload=True), train=TrainOptions(),
+                         adamw=AdamWSettings(), lr=LrSchedule(1e-3))
+    with pytest.raises(ValueError, match="choose packed weights"):
+        HybridEngine(engine, mesh, bucket_bytes=1 << 20, weights=WeightMode.SHARED)
 
 
 def moved(world: World, case: Case) -> tuple[int, int, int]:

@@ -34,10 +34,13 @@ class WeightHome(Protocol):
     Attributes:
         shard_map: where in the storages of `take` the boxes of every rank lie.
         taken_bytes: of memory that `take` allocates.
+        storages: all that the generator computes with, as `shard_map` names it; empty once they are freed. Where
+            weights are laid out for decoding, rows are in order only until `ready`.
     """
 
     shard_map: ShardMap
     taken_bytes: int
+    storages: dict[str, Tensor]
 
     def take(self, training: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The home's own storages to fill, by name; `training` are the train engine's, under `share.TRAINING`."""
@@ -62,14 +65,18 @@ class PackedHome:
     def take(self, training: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, param in self._stage.named_parameters():
             param.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
-        return {name: param.data for name, param in self._stage.named_parameters()}
+        self.storages = {name: param.data for name, param in self._stage.named_parameters()}
+        return self.storages
 
     def ready(self) -> None:
+        self.storages = {}  # memory in rows is not kept where the stage takes another
         lay_out_for_decoding(self._stage)
+        self.storages = {name: param.data for name, param in self._stage.named_parameters()}
 
     def free(self) -> None:
         for param in self._stage.parameters():
             param.data = torch.empty(0, dtype=self._dtype, device=self._device)
+        self.storages = {}
 
 
 class SharedHome:
@@ -83,16 +90,16 @@ class SharedHome:
         self._dtype = next(stage.parameters()).dtype
         self._tiling, self._rest = tiling(train, wanted, rank), rest_shapes(train, wanted, rank)
         self.taken_bytes = sum(prod(shape) for shape in self._rest.values()) * self._dtype.itemsize
-        self._storages: dict[str, Tensor] = {}
+        self.storages: dict[str, Tensor] = {}
 
     def take(self, training: Mapping[str, Tensor]) -> dict[str, Tensor]:
         rest = {name: torch.empty(shape, dtype=self._dtype, device=self._device) for name, shape in self._rest.items()}
-        self._storages = {**training, **rest}
+        self.storages = {**training, **rest}
         return rest
 
     def ready(self) -> None:
-        lend(self._stage, self._tiling, self._storages)
+        lend(self._stage, self._tiling, self.storages)
 
     def free(self) -> None:
         take_back(self._stage)
-        self._storages = {}
+        self.storages = {}
