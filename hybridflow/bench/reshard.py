@@ -119,14 +119,13 @@ def race(world: World, case: Case, rounds: int, folder: str) -> Measured:
     if by_dtensor is not None:
         rivals[DTENSOR] = by_dtensor
     rivals[CHECKPOINT] = checkpointed(case, world, weights, folder)
-    wrong = {name: what for name, rival in rivals.items() if (what := _checked(world, rival, weights))}
+    wrong = {name: what for name, rival in rivals.items() if (what := checked(world, rival, weights))}
     del weights  # a whole model on each rank
-    plan = TransferPlan.between(case.train_map, case.map_of(grid), case.nodes)
+    plan = TransferPlan(case.train_map, case.map_of(grid), case.nodes)
     steps: dict[str, Callable[[], object]] = {name: rival.run for name, rival in rivals.items()}
     steps[WIRE] = reshard_ours.raw_wire(plan, world)
-    steps[WIRE]()  # touches its memory
     lower_bound = lower_bound_numel(case.train_map, case.map_of(grid), world.rank) * DTYPE.itemsize
-    return Measured(in_turns(world, steps, 0 if _anywhere(bool(wrong)) else rounds),
+    return Measured(in_turns(world, steps, 0 if anywhere(bool(wrong)) else rounds),
                     {name: rival.received_bytes for name, rival in rivals.items()},
                     {name: rival.own_bytes for name, rival in rivals.items()}, wrong, notes, lower_bound)
 
@@ -149,7 +148,7 @@ def missed(case: Case, measured: Sequence[Measured]) -> list[str]:
     return [f"{case}: {fault}" for fault in faults]
 
 
-def _checked(world: World, rival: Rival, weights: Storages) -> str | None:
+def checked(world: World, rival: Rival, weights: Storages) -> str | None:
     """What one run leaves wrong in memory that held NaN before. Collective."""
     for tensor in rival.own:
         tensor.fill_(torch.nan)
@@ -157,7 +156,7 @@ def _checked(world: World, rival: Rival, weights: Storages) -> str | None:
     return first_wrong(rival.shard_map.shards(world.rank), rival.result, weights)
 
 
-def _anywhere(fault: bool) -> bool:
+def anywhere(fault: bool) -> bool:
     """Whether any rank says so. Collective."""
     told = torch.tensor(int(fault))
     dist.all_reduce(told, dist.ReduceOp.MAX)

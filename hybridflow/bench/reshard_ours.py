@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hybridflow.bench.reshard_case import DTYPE, Case, Rival, Storages, empty_storages
 from hybridflow.parallel.assign import assign
 from hybridflow.parallel.mesh import Grid
+from hybridflow.parallel.nodes import Nodes
 from hybridflow.parallel.plan import TransferPlan
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.share import TRAINING, rest_shapes, shared_map
@@ -42,7 +43,7 @@ def packed(case: Case, grid: Grid, world: World, training: Storages) -> Rival:
 
 def _by_transfer(case: Case, world: World, training: Storages, wanted: ShardMap, result: Storages, own: Storages,
                  ) -> Rival:
-    plan = TransferPlan.between(case.train_map, wanted, case.nodes)
+    plan = TransferPlan(case.train_map, wanted, case.nodes)
     transfer = Transfer(plan, world, wire_dtype=DTYPE, bucket_bytes=DEFAULT_BUCKET_BYTES)
 
     def run() -> None:
@@ -52,13 +53,16 @@ def _by_transfer(case: Case, world: World, training: Storages, wanted: ShardMap,
     return Rival(run, wanted, result, tuple(own.values()), plan.received_numel(world.rank) * DTYPE.itemsize)
 
 
-def raw_wire(plan: TransferPlan, world: World) -> Callable[[], None]:
+def raw_wire(plan: TransferPlan, world: World, far: Nodes | None = None) -> Callable[[], None]:
     """The bytes of a plan and nothing else: one flat message for each (source, destination), from and into memory that
     is there.
+
+    Args:
+        far: only what travels between two of these nodes; None for all.
     """
     outgoing, incoming = Counter[int](), Counter[int]()
     for copy in plan.of_rank(world.rank):
-        if copy.source != copy.dest:
+        if copy.source != copy.dest and (far is None or far.of(copy.source) != far.of(copy.dest)):
             outgoing[copy.dest] += copy.box.numel * (copy.source == world.rank)
             incoming[copy.source] += copy.box.numel * (copy.dest == world.rank)
     messages = [(operation, torch.zeros(numel, dtype=DTYPE), peer)
@@ -69,4 +73,6 @@ def raw_wire(plan: TransferPlan, world: World) -> Callable[[], None]:
         ops = [dist.P2POp(operation, buffer, peer) for operation, buffer, peer in messages]
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
+
+    run()  # touches the memory
     return run

@@ -10,6 +10,7 @@ FIGURES = {
     "bubble": "the idle share of every schedule, with a layer that sleeps, beside the simulator's",
     "memory": "peak activation bytes and reduced bytes of a step by the number of accumulated micro-batches",
     "reshard": "weights from a training to a generation layout: ours, all-gather, megatron-core, DTensor, a checkpoint",
+    "wire": "a reshard between two hosts on a link of 1 Gbit/s, beside that link (needs root)",
     "precision": "the gradient of 512 micro-batches in bf16 beside fp32's, accumulated in fp32 and in bf16",
 }
 HELP = "measure one figure on processes of this host, without a config"

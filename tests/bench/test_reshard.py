@@ -15,7 +15,7 @@ TINY = replace(MODEL, vocab_size=32, hidden_size=16, intermediate_size=24, num_l
                head_dim=2)
 
 
-@pytest.mark.parametrize("case", [replace(case, model=TINY) for case in reshard.CASES], ids=str)
+@pytest.mark.parametrize("case", [replace(case, model=TINY) for case in reshard.CASES[:2]], ids=str)
 def test_all_rivals_agree_and_are_timed(case: Case, tmp_path):
     measured = run_ranks(4, reshard.race, case, 2, str(tmp_path))
     reshard.require_right(case, measured)
