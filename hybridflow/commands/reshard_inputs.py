@@ -18,6 +18,7 @@ from hybridflow.config.command import Command
 from hybridflow.config.faults import ConfigError, Fault, listed, require_none
 from hybridflow.config.layouts import divisors
 from hybridflow.config.load import read_tree, typed
+from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
 from hybridflow.config.validate import validate
@@ -70,6 +71,9 @@ def checked(arguments: argparse.Namespace) -> Task:
     bucket = _count("--bucket-mb", arguments.bucket_mb, 1 << 20, faults)
     if world is None and arguments.world is None:
         world = _least_world(written, named)
+        if world > MOST_RANKS:
+            faults.append(Fault("--world", world, f"the layouts need more than {MOST_RANKS} ranks"))
+            world = None
     nodes = _nodes(arguments, world, faults)
     sides = {side: _side(side, written[side], named[side], world, model, faults) for side in NAMES}
     require_none("reshard", faults)
@@ -147,11 +151,14 @@ def _degrees(arguments: argparse.Namespace, side: str, config: Config | None, fa
         if arguments.model.is_dir() or arguments.model.suffix == ".json":
             faults.append(Fault(NAMES[side], None, "a Hugging Face model has no layouts", "give one, such as tp=2"))
         return None
-    if side == "generate":
-        return Degrees(tp=config.generation.layout.tp)
-    train = config.train.layout
-    layers = None if train.layers_per_stage is None else tuple(train.layers_per_stage)
-    return Degrees(train.tp, train.pp, train.vpp, train.cp, train.dp, layers)
+    layout = config.train.layout if side == "train" else LayoutConfig(tp=config.generation.layout.tp)
+    named = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "dp": layout.dp}
+    block = "train.layout" if side == "train" else "generation.layout"
+    wrong = [Fault(f"{block}.{name}", degree, "a degree is a whole number from 1 on", f"write {name}=1 or more")
+             for name, degree in named.items() if degree is not None and degree < 1]
+    faults += wrong
+    layers = None if layout.layers_per_stage is None else tuple(layout.layers_per_stage)
+    return None if wrong else Degrees(**named, layers_per_chunk=layers)
 
 
 def _parsed(option: str, text: str, names: tuple[str, ...], faults: list[Fault]) -> Degrees | None:

@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridflow.cli import main
+from hybridflow.parallel.box import Box, Shard
+from hybridflow.reshard.move import Moved, first_wrong, labels
 
 SPEC = {"family": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 4,
         "num_heads": 4, "num_kv_heads": 2}
@@ -98,6 +101,47 @@ def test_run_moves_and_checks_real_tensors(model, capsys):
         assert max(found["run"]["extra_bytes"]) <= found["peak_extra_bytes"]["shared"]
 
 
+def test_some_ranks_train_and_generate_and_others_do_one(model, capsys):
+    words = ["--model", model, "--from", "tp=2", "--from-ranks", "0-1", "--to", "tp=2", "--to-ranks", "1-2", "--run"]
+    found = report(capsys, *words)
+    assert found["run"]["wrong"] == [] and found["run"]["received_bytes"][0] == 0
+    assert found["received_bytes"] == found["lower_bound_bytes"]
+
+
+def test_groups_may_span_nodes_where_that_is_asked_for(model, capsys):
+    words = ["--model", model, "--from", "tp=2,pp=2", "--to", "tp=2", "--nodes", "2"]
+    def spanning(found: dict) -> list[int]:
+        return [len({rank["node"] for rank in found["ranks"] if rank["generate"]["dp"] == dp}) for dp in (0, 1)]
+    inside, across = report(capsys, *words), report(capsys, *words, "--across-nodes")
+    assert spanning(inside) == [1, 1]
+    assert across["received_bytes"] <= inside["received_bytes"]
+    _, out, _ = reshard(capsys, *words, "--across-nodes")
+    assert "tensor groups of generation across nodes" in out
+
+
+def test_a_run_whose_elements_are_wrong_ends_with_one_and_names_them(model, capsys, monkeypatch):
+    monkeypatch.setattr("hybridflow.reshard.move.move", lambda task: Moved(
+        1.0, (5, 0), (0, 0), (0, 0), ("rank 1: model.norm.weight [0] to [32] has 1 wrong elements",)))
+    code, out, _ = reshard(capsys, "--model", model, "--from", "tp=2", "--to", "tp=1", "--world", "2", "--run")
+    assert code == 1 and "rank 1: model.norm.weight" in out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_wrong_element_and_two_swapped_rows_are_found(dtype):
+    shapes = {"a": (6, 8), "b": (6,)}
+    boxes = [Box("a", (2, 0), (6, 8)), Box.whole("b", (6,))]
+    shards = [Shard.of_rows(box, box.name) for box in boxes]
+    def right() -> dict[str, torch.Tensor]:
+        return {box.name: labels(box, shapes[box.name], dtype) for box in boxes}
+    assert first_wrong(shards, right(), shapes) == ""
+    assert torch.equal(right()["a"], labels(Box.whole("a", (6, 8)), (6, 8), dtype)[2:])
+    one, rows = right(), right()
+    one["b"][3] += 1
+    rows["a"][[0, 2]] = rows["a"][[2, 0]]
+    assert first_wrong(shards, one, shapes) == "b [0] to [6] has 1 wrong elements"
+    assert first_wrong(shards, rows, shapes).startswith("a [2, 0] to [6, 8] has 1")
+
+
 def test_run_says_seconds_and_rate(model, capsys):
     code, out, err = reshard(capsys, "--model", model, "--from", "tp=2", "--to", "tp=1", "--world", "2", "--run")
     assert code == 0, err
@@ -131,11 +175,15 @@ BAD = [
                                                         "pp=0: a degree is a whole number", "--to = tp: is no degree"]),
     (["--from", "tp=2", "--to", "cp=2"], ["cp=2: is no degree of a layout; write tp, pp, vpp or dp"]),
     (["--from", "tp=3", "--to", "tp=2", "--world", "4"], ["4 ranks cannot be cut in replicas of 3; choose "
-                                                          "degrees whose product is 1, 2 or 4", "tp 3 must divide num_heads 4"]),
+                                                          "degrees whose product is 1, 2 or 4",
+                                                          "tp 3 must divide num_heads 4"]),
     (["--from", "tp=2,dp=3", "--to", "tp=2", "--world", "4"], ["4 ranks are not 3 replicas of 2; choose dp=2"]),
     (["--from", "pp=8", "--to", "tp=8", "--world", "8"], ["pp 8 must be at most num_layers 4", "tp 8 must divide"]),
     (["--from", "vpp=5", "--to", "tp=1", "--world", "1"], ["vpp 5 = 5 chunks must be at most num_layers 4"]),
     (["--from", "tp=2", "--to", "tp=2", "--world", "0"], ["--world = 0: is not a whole number from 1"]),
+    (["train.layout.tp=0", "generation.layout.tp=-1"], ["train.layout.tp = 0: a degree", "generation.layout.tp = -1"]),
+    (["train.layout.layers_per_stage=[1,2]"], ["layers_per_stage [1, 2] must have"]),
+    (["--from", "tp=2,dp=99999999999", "--to", "tp=2"], ["the layouts need more than 1048576 ranks"]),
     (["--from", "tp=2", "--to", "tp=2", "--world", "x", "--bucket-mb", "0"], ["--world = x", "--bucket-mb = 0"]),
     (["--from", "tp=2", "--to", "tp=2", "--world", "4", "--nodes", "3"], ["4 ranks are not equally many in 3 nodes"]),
     (["--from", "tp=1", "--to", "tp=1", "--ranks-per-node", "no"], ["--ranks-per-node = no"]),
