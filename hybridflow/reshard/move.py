@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridflow.local_ranks import LocalRanks
 from hybridflow.parallel.box import Box, Shard
+from hybridflow.parallel.checksum import IntegrityError, TransferCheck
 from hybridflow.parallel.plan import TransferPlan
 from hybridflow.parallel.share import TRAINING, rest_shapes, shared_map
 from hybridflow.parallel.transfer import Transfer
@@ -96,8 +97,9 @@ class _Trial:
 def trial(world: World, task: Task) -> _Trial:
     """Carry out the plan on this rank `REPEATS` times."""
     shared = shared_map(task.src, task.dst)
-    transfer = Transfer(TransferPlan(task.src, shared, task.nodes), world, wire_dtype=task.dtype,
-                        bucket_bytes=task.bucket_bytes)
+    plan = TransferPlan(task.src, shared, task.nodes)
+    check = TransferCheck(task.src, shared, plan, world, task.dtype)
+    transfer = Transfer(plan, world, wire_dtype=task.dtype, bucket_bytes=task.bucket_bytes)
     training, rest = _training(task, world.rank), _rest(task, world.rank)
     storages = {**{TRAINING + name: tensor for name, tensor in training.items()}, **rest}
     seconds = []
@@ -112,6 +114,10 @@ def trial(world: World, task: Task) -> _Trial:
         seconds.append(perf_counter() - start)
     stats = transfer.stats
     wrong = first_wrong(shared.shards(world.rank), storages, shared.shapes)
+    try:
+        check.verify(training, storages, version=0)  # as runs do, who do not know what should arrive
+    except IntegrityError as error:
+        wrong = wrong or str(error)
     return _Trial(tuple(seconds), stats.received_bytes // REPEATS, stats.peak_buffer_bytes,
                   sum(tensor.nbytes for tensor in rest.values()) + stats.peak_buffer_bytes,
                   f"rank {world.rank}: {wrong}" if wrong else "")

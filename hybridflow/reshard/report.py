@@ -109,7 +109,7 @@ def _moved(moved: Moved) -> str:
         return "\n".join(["moved, and wrong:", *moved.wrong])
     received = sum(moved.received_bytes)
     return (f"moved {size(received)} in {moved.seconds:.4f} s (the fastest of {REPEATS}): "
-            f"{moved.bytes_per_second / 1e9:.3f} GB/s over all links; every element is right\n"
+            f"{moved.bytes_per_second / 1e9:.3f} GB/s over all links; every element and checksum is right\n"
             f"most extra memory of a rank {size(max(moved.extra_bytes))}, "
             f"of it in staging buffers {size(max(moved.buffer_bytes))}")
 

@@ -145,7 +145,7 @@ def test_one_wrong_element_and_two_swapped_rows_are_found(dtype):
 def test_run_says_seconds_and_rate(model, capsys):
     code, out, err = reshard(capsys, "--model", model, "--from", "tp=2", "--to", "tp=1", "--world", "2", "--run")
     assert code == 0, err
-    assert " GB/s over all links; every element is right" in out
+    assert " GB/s over all links; every element and checksum is right" in out
 
 
 def test_a_config_s_own_layouts_are_the_defaults(tmp_path, capsys):
