@@ -110,9 +110,11 @@ _RUN = (
                "prompt counts once a sample.", "time/step"),
     MetricInfo("perf/samples_per_second", "samples/s", "Samples of the step, all ranks.", "time/step"),
     MetricInfo("reshard/received_bytes", "bytes", "Weight bytes received in the step's reshards, all ranks.", "-"),
-    MetricInfo("reshard/lower_bound_bytes", "bytes", "Weight bytes that the ranks' generation shards need and their "
-               "training shards do not hold, all ranks: what no reshard can undercut.", "-"),
-    MetricInfo("reshard/seconds", "s", "Wall time of the step's reshards, the slowest rank's.", "-"),
+    MetricInfo("reshard/lower_bound_bytes", "bytes", "Weight bytes that ranks need and do not hold when the reshard "
+               "starts, all ranks: what no reshard can undercut. After an update, with what each training shard needs.",
+               "-"),
+    MetricInfo("reshard/seconds", "s", "Wall time of the step's reshards, the slowest rank's; after an update with the "
+               "optimizer's step, whose buckets travel as soon as they are stepped.", "-"),
     MetricInfo("train/reduced_bytes", "bytes", "Gradient bytes put into reductions since the start, all ranks: once an "
                "optimizer step, however many micro-batches it has.", "-"),
     MetricInfo("train/skipped_steps", "count", "Optimizer steps skipped since the start, because the gradient norm was "

@@ -45,6 +45,14 @@ def test_every_role_has_its_layout_checked_and_only_roles_that_exist():
     assert "choose tp 1, 2 or 4" in found["generation.layout.tp"]
 
 
+def test_shared_generation_weights_need_the_actor_in_place():
+    shared, away = "generation.weights=shared", "train.offload.roles=true"
+    assert faults(4, shared) == faults(4, away) == faults(4, away, "generation.weights=packed") == {}
+    message = faults(4, shared, away)["generation.weights"]
+    assert message == ("generation.weights = shared: generates with the training weights, which train.offload.roles "
+                       "puts away meanwhile; choose packed or null, or train.offload.roles false")
+
+
 def test_layers_per_stage():
     pp = "train.layout.pp=2"
     key = "train.layout.layers_per_stage"
