@@ -34,7 +34,7 @@ def checksum(values: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
 
     Sum over elements, modulo 2^64, of the element's scrambled bits times a(row) b(column), odd pseudo-random numbers of
     its place in the canonical tensor (all dims but the last are one row number): checksums of disjoint boxes add up to
-    that of their union, whatever the cut. NaN and -0.0 are bits like others. (Bits as they are would not do: two flipped
+    that of their union, whatever the cut. NaN and -0.0 are bits like others. (Plain bits would not do: two flipped
     signs are 2^63 times an odd number each, and cancel.)
     """
     assert values.shape == box.shape, (values.shape, box)

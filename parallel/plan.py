@@ -63,15 +63,6 @@ class TransferPlan:
         self._groups = [_Group(holders, wanters, cells, src, dst, nodes)
                         for (holders, wanters), cells in groups.items()]
 
-    @classmethod
-    def between(cls, src: ShardMap, dst: ShardMap, nodes: Nodes = ONE_NODE) -> TransferPlan:
-        """The plan `src` -> `dst`.
-
-        Raises:
-            ValueError: canonical shapes differ, or a destination box that no rank holds (all are listed).
-        """
-        return cls(src, dst, nodes)
-
     @property
     def ranks(self) -> tuple[int, ...]:
         """Every rank of either map, ascending."""
@@ -104,11 +95,6 @@ class TransferPlan:
     def wires(self, rank: int) -> set[tuple[int, int]]:
         """(source, destination) of every wire that ends at `rank`: one for each direction and peer."""
         return {(c.source, c.dest) for c in self.of_rank(rank) if c.source != c.dest}
-
-    @property
-    def max_peers(self) -> int:
-        """The most wires (one for each direction and peer) that meet at one rank."""
-        return max((len(self.wires(rank)) for rank in self.ranks), default=0)
 
 
 class _Group:

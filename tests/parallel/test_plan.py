@@ -93,7 +93,7 @@ def by_wire(plan: TransferPlan, ranks: Sequence[int], sending: bool) -> dict[tup
 def test_random_maps(seed: int, nodes: Nodes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cells, "MIN_CUT", 1 if seed % 2 else cells.MIN_CUT)  # small as they are, cut them too
     src, dst = random_maps(random.Random(seed))
-    plan, ranks = TransferPlan.between(src, dst, nodes), tuple(range(9))
+    plan, ranks = TransferPlan(src, dst, nodes), tuple(range(9))
     arrived = carry_out(plan, ranks)
     for rank in ranks:
         assert set(arrived[rank]) == set(held(dst, rank)) and set(arrived[rank].values()) <= {1}
@@ -123,14 +123,14 @@ def needed_over_slow_links(src: ShardMap, dst: ShardMap, nodes: Nodes, ranks: Se
 @pytest.mark.parametrize("seed", range(5))
 def test_every_rank_plans_alone_what_it_plans_among_others(seed: int):
     src, dst = random_maps(random.Random(seed))
-    together = TransferPlan.between(src, dst, Nodes(3))
+    together = TransferPlan(src, dst, Nodes(3))
     for rank in reversed(range(9)):
-        assert TransferPlan.between(src, dst, Nodes(3)).of_rank(rank) == together.of_rank(rank)
+        assert TransferPlan(src, dst, Nodes(3)).of_rank(rank) == together.of_rank(rank)
 
 
 def test_copies_are_each_others_and_each_once():
     src, dst = random_maps(random.Random(7))
-    plan = TransferPlan.between(src, dst)
+    plan = TransferPlan(src, dst)
     assert Counter(plan.copies) == Counter(c for rank in plan.ranks for c in plan.of_rank(rank) if c.dest == rank)
     assert plan.wires(0) == {(c.source, c.dest) for c in plan.copies if c.source != c.dest and 0 in (c.source, c.dest)}
 
@@ -153,7 +153,7 @@ def sent(plan: TransferPlan, ranks: Sequence[int]) -> list[float]:
 
 
 def test_one_holder_is_no_funnel_for_disjoint_replicas():
-    plan = TransferPlan.between(replicas([0]), replicas(range(1, 9)))
+    plan = TransferPlan(replicas([0]), replicas(range(1, 9)))
     assert sent(plan, [0]) == [1.0]
     assert sent(plan, range(1, 9)) == pytest.approx([7 / 8] * 8)
     assert max(copy.hop for copy in plan.copies) == 1
@@ -161,7 +161,7 @@ def test_one_holder_is_no_funnel_for_disjoint_replicas():
 
 def test_a_model_enters_each_node_once_and_leaves_the_source_once():
     nodes = Nodes(4)
-    plan = TransferPlan.between(replicas(range(4), tp=4), replicas(range(4, 20), tp=1), nodes)
+    plan = TransferPlan(replicas(range(4), tp=4), replicas(range(4, 20), tp=1), nodes)
     assert slow_numel(plan, nodes) == 4 * SIZE
     assert sent(plan, range(4)) == pytest.approx([1 / 4] * 4)
     # each node hands 3/4 of its model to the other three nodes, and each rank 3/4 of what entered to its mates
@@ -176,7 +176,7 @@ def test_equal_holders_send_equally_much(holders: int, demanders: int):
     w, other = Box.whole("w", shapes["w"]), Box.whole("other", (1, 1))
     ranks = range(holders + demanders)
     src = map_of(shapes, {rank: [w if rank < holders else other] for rank in ranks})
-    plan = TransferPlan.between(src, map_of(shapes, {rank: [w] for rank in ranks}))
+    plan = TransferPlan(src, map_of(shapes, {rank: [w] for rank in ranks}))
     assert sent(plan, range(holders)) == pytest.approx([demanders / holders] * holders, rel=0.05)
     assert sum(len({c.source for c in plan.of_rank(rank) if c.source != rank == c.dest}) for rank in ranks
                ) <= holders + demanders - 1  # no more wires than an even division takes
@@ -187,7 +187,7 @@ def test_near_holders_serve_near_demanders():
     nodes = Nodes(4)
     src = replicas([0, 1, 4, 5, 6])
     dst = replicas(range(12))
-    plan = TransferPlan.between(src, dst, nodes)
+    plan = TransferPlan(src, dst, nodes)
     for rank in (2, 3, 7):
         assert all(nodes.of(copy.source) == nodes.of(rank) for copy in plan.of_rank(rank) if copy.dest == rank)
     assert slow_numel(plan, nodes) == SIZE
@@ -198,7 +198,7 @@ def test_near_holders_serve_near_demanders():
 def test_large_cells_are_cut_where_turns_end_and_small_ones_stay_whole():
     shapes = {f"norm{i}": (1024,) for i in range(6)} | {"experts": (2, 512, 512), "one row": (1, 2**18)}
     every = [Box.whole(name, shape) for name, shape in shapes.items()]
-    plan = TransferPlan.between(map_of(shapes, {0: every, 1: every, 2: every}), map_of(shapes, {3: every}))
+    plan = TransferPlan(map_of(shapes, {0: every, 1: every, 2: every}), map_of(shapes, {3: every}))
     copies = [copy for copy in plan.of_rank(3)]
     assert all(copy.box.shape == (1024,) for copy in copies if copy.box.name.startswith("norm"))
     numel = sum(box.numel for box in every)
@@ -209,9 +209,9 @@ def test_a_box_that_nobody_holds_is_named():
     whole = map_of({"w": (4, 2)}, {0: [Box.whole("w", (4, 2))]})
     half = map_of({"w": (4, 2)}, {0: [Box("w", (0, 0), (2, 2))]})
     with pytest.raises(ValueError, match=r"w\[\(2, 0\):\(4, 2\)\] wanted by rank 0"):
-        TransferPlan.between(half, whole)
+        TransferPlan(half, whole)
     with pytest.raises(ValueError, match="disagree on 1 tensors"):
-        TransferPlan.between(map_of({"w": (4, 3)}, {0: []}), whole)
+        TransferPlan(map_of({"w": (4, 3)}, {0: []}), whole)
 
 
 @pytest.mark.parametrize(("givers", "parties"), [*product(range(1, 8), range(1, 8))])
@@ -235,6 +235,6 @@ def test_one_rank_of_16384_plans_without_the_others(layout: Layout, vpp: int, mo
     made, distinct = [], len({s.box for m in (src, dst) for ranks in m.kinds.values() for s in m.shards(ranks[0])})
     intersect = Box.intersect
     monkeypatch.setattr(Box, "intersect", lambda box, other: made.append(box) or intersect(box, other))
-    plan = TransferPlan.between(src, dst, Nodes(8))
+    plan = TransferPlan(src, dst, Nodes(8))
     assert plan.received_numel(5003) == lower_bound_numel(src, dst, 5003)
     assert len(plan.of_rank(5003)) < 3000 and len(made) < 20 * distinct
