@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridflow.parallel.arithmetic import ceil_div
-from hybridflow.parallel.box import Box, Shard
+from hybridflow.parallel.box import Box
 from hybridflow.parallel.routes import Turn
 from hybridflow.parallel.shard_map import ShardMap
 
@@ -21,15 +21,8 @@ MIN_CUT = 1 << 14  # elements: less is not worth a message more
 CUT_PRECISION = 8  # turns may be longer or shorter than they should by one in so many
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A shard and its place in its rank's list of shards."""
-
-    place: int
-    shard: Shard
-
-
-Owners = dict[Kind, tuple[Placed, ...]]  # the kinds of rank that have a box, and where
+# The kinds of rank that have a box, and at which places of their list of shards.
+Owners = dict[Kind, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -123,7 +116,7 @@ def _boxes(shard_map: ShardMap) -> dict[str, dict[Box, Owners]]:
     for kind, ranks in shard_map.kinds.items():
         for place, shard in enumerate(shard_map.shards(ranks[0])):
             owners = found.setdefault(shard.box.name, {}).setdefault(shard.box, {})
-            owners[kind] = (*owners.get(kind, ()), Placed(place, shard))
+            owners[kind] = (*owners.get(kind, ()), place)
     return found
 
 

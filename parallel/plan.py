@@ -119,11 +119,11 @@ class _Group:
                         yield self._copy(cell, edge)
 
     def _copy(self, cell: Cell, edge: Edge) -> tuple[Copy, int]:
-        wanted = cell.wanters[self._dst.kind_of(edge.dest)]
-        [first, *_] = (cell.holders[self._src.kind_of(edge.source)] if edge.hop == 0
-                       else cell.wanters[self._dst.kind_of(edge.source)])
-        shards = tuple(placed.shard for placed in wanted)
-        return Copy(edge.source, edge.dest, cell.box, first.shard, shards, edge.hop), first.place
+        owners, shard_map = (cell.holders, self._src) if edge.hop == 0 else (cell.wanters, self._dst)
+        place = owners[shard_map.kind_of(edge.source)][0]
+        wanted = self._dst.shards(edge.dest)
+        shards = tuple(wanted[at] for at in cell.wanters[self._dst.kind_of(edge.dest)])
+        return Copy(edge.source, edge.dest, cell.box, shard_map.shards(edge.source)[place], shards, edge.hop), place
 
     @cached_property
     def _demanders(self) -> frozenset[int]:
