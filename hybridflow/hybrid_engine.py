@@ -28,7 +28,7 @@ from hybridflow.parallel.parameter_shares import share_map, share_storage
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.share import TRAINING, with_training
-from hybridflow.reshard_route import Route
+from hybridflow.reshard_route import ReshardCheck, Route
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class HybridEngine:
     """
 
     def __init__(self, train: TrainEngine, mesh: Mesh, *, bucket_bytes: int,
-                 limits: GenerationLimits = DEFAULT_LIMITS, weights: WeightMode = WeightMode.PACKED) -> None:
+                 limits: GenerationLimits = DEFAULT_LIMITS, weights: WeightMode = WeightMode.PACKED,
+                 check: ReshardCheck = ReshardCheck.SAMPLED) -> None:
         """`mesh` is the generation mesh; `bucket_bytes` bounds what is in flight while weights move.
 
         Raises:
@@ -81,7 +82,7 @@ class HybridEngine:
         wanted = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
         self.home = self._home_of(weights, wanted)
         route = partial(Route, world=mesh.world, layout=train.grads.layout(), wire_dtype=dtype,
-                        bucket_bytes=bucket_bytes)
+                        bucket_bytes=bucket_bytes, check=check)
         self.from_training = self.after_step = route(train.shard_map, self.home.shard_map)
         if train.grads.sharded:
             shares = share_map(train.shard_map, train.grads.layout(), train.mesh, train.grads.sharded)
@@ -147,9 +148,14 @@ class HybridEngine:
         return _UnderWay(started, route.stats.received_bytes, parameters | shares, training | self.home.take(training))
 
     def _finish(self, route: Route, reshard: _UnderWay) -> None:
-        """Let the generator generate."""
+        """Let the generator generate, with weights that are right.
+
+        Raises:
+            IntegrityError: they are not; the generator then has none.
+        """
         for bucket in self.train.optimizer.waiting:  # of shares that nobody else wants
             self.train.optimizer.step_bucket(bucket)
+        route.verify(reshard.sources, reshard.destinations, self.train.version)
         reshard.destinations.clear()  # memory that the home may replace is not to be kept
         self.home.ready()
         self.generator.weight_version = self.train.version

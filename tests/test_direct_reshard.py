@@ -19,6 +19,7 @@ from hybridflow.models.config import Head
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.packing import MicroBatching
 from hybridflow.parallel.box import Box
+from hybridflow.parallel.checksum import IntegrityError
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.optimizer import LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings
@@ -26,6 +27,7 @@ from hybridflow.parallel.plan import lower_bound_numel
 from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.share import TRAINING
 from hybridflow.parallel.world import World
+from hybridflow.reshard_route import ReshardCheck
 from hybridflow.trainer.roles import Reduction, TrainedRole
 from tests.engine.models import ragged_batch, tiny_model, train_engine
 from tests.ranks import run_ranks
@@ -79,7 +81,7 @@ class Actor:
                                    dtype=case.dtype)
         grid = generation_grid(self.engine.shard_map, self.engine.mesh.grid, model, case.generation)
         self.hybrid = HybridEngine(self.engine, Mesh(grid, world), bucket_bytes=case.bucket_bytes,
-                                   weights=case.weights)
+                                   weights=case.weights, check=ReshardCheck.ALL)
         self.role = TrainedRole(self.engine, MicroBatching(2), MicroBatching(2), Reduction(LossReduction.TOKEN_MEAN))
         self.world = world
 
@@ -194,6 +196,36 @@ def test_an_engine_that_waits_on_the_host_shares_nothing():
                          adamw=AdamWSettings(), lr=LrSchedule(1e-3))
     with pytest.raises(ValueError, match="choose packed weights"):
         HybridEngine(engine, mesh, bucket_bytes=1 << 20, weights=WeightMode.SHARED)
+
+
+def spoilt(world: World, check: ReshardCheck, weights: WeightMode) -> str:
+    """What the reshard says of one flipped bit in what has come to rank 1, and that nothing is generated then."""
+    actor = Actor(world, Case(Layout(tp=2, dp=2), Layout(dp=4)))
+    hybrid = HybridEngine(actor.engine, actor.hybrid.mesh, bucket_bytes=1 << 20, weights=weights, check=check)
+    verify = hybrid.from_training.verify
+
+    def after_a_flip(src: dict[str, Tensor], dst: dict[str, Tensor], version: int) -> None:
+        for name, tensor in dst.items():
+            if world.rank == 1 and "down" in name and not name.startswith(TRAINING):
+                tensor.view(torch.int32).view(-1)[-1] ^= 1
+        verify(src, dst, version)
+
+    hybrid.from_training.verify = after_a_flip
+    try:
+        hybrid.fill()
+    except IntegrityError as error:
+        with pytest.raises(StaleWeightsError):
+            hybrid.generator.generate(PROMPTS, PARAMS, 0, expected_version=actor.engine.version)
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("weights", WeightMode)
+def test_a_flipped_bit_is_found_and_named(weights: WeightMode):
+    said = run_ranks(4, spoilt, ReshardCheck.ALL, weights)
+    assert "version 0 are wrong on rank 1" in said[1] and "mlp.down_proj.weight" in said[1]
+    assert [said[rank] for rank in (0, 2, 3)] == ["", "", ""]
+    assert run_ranks(4, spoilt, ReshardCheck.OFF, weights) == ["", "", "", ""]
 
 
 def moved(world: World, case: Case) -> tuple[int, int, int]:

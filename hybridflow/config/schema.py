@@ -24,6 +24,7 @@ from hybridflow.config.words import (
     Overlong,
     Recompute,
     ReduceDtype,
+    ReshardCheck,
     ScheduleName,
     WandbMode,
 )
@@ -173,6 +174,8 @@ class GenerationConfig:
     """Largest piece in flight while weights move to the generation layout, in MiB."""
     weights: GenerationWeights | None = None
     """shared (training weights where they lie, the rest gathered) | packed (a copy). null: packed in fp32 on a CPU."""
+    reshard_check: ReshardCheck = ReshardCheck.SAMPLED
+    """Compare checksums after weights moved: all (of every tensor) | sampled (of a sixteenth, in turn) | off."""
 
 
 @dataclass(frozen=True)

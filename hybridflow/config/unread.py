@@ -42,8 +42,9 @@ TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient
             "train.reduce_bucket_mb", "train.reduce_dtype", "train.loss_scale", "train.loss_scale_window",
             "train.max_nonfinite_steps", "train.offload", "train.optimizer",
             "algorithm.loss_reduction", "algorithm.constant_length", "model.reward_model", "reward",
-            "generation.reshard_bucket_mb", "generation.weights", "logging.wandb", "logging.tensorboard",
-            "logging.samples", "logging.progress", "logging.trace_step", "evaluation.every_steps", "checkpoint", "sft")
+            "generation.reshard_bucket_mb", "generation.weights", "generation.reshard_check", "logging.wandb",
+            "logging.tensorboard", "logging.samples", "logging.progress", "logging.trace_step",
+            "evaluation.every_steps", "checkpoint", "sft")
 NO_SPEC = Idle(_starts_from_a_folder, ("model.spec",), "has no effect where model.path is given",
                "remove one of the two")
 UNREAD: dict[Command, tuple[Idle, ...]] = {

@@ -63,6 +63,12 @@ class GenerationWeights(Enum):
     PACKED = "packed"
 
 
+class ReshardCheck(Enum):
+    ALL = "all"
+    SAMPLED = "sampled"
+    OFF = "off"
+
+
 class LossReduction(Enum):
     TOKEN_MEAN = "token-mean"
     SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"

@@ -32,6 +32,7 @@ from hybridflow.parallel.mesh import Mesh
 from hybridflow.parallel.optimizer import Decay, LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.world import World
+from hybridflow.reshard_route import ReshardCheck
 from hybridflow.trainer.advantage import Advantages, GrpoAdvantages, KlPenalty, PpoAdvantages
 from hybridflow.trainer.engine_options import DTYPES, MIB, engine_options, grid_of, train_options, weight_mode
 from hybridflow.trainer.inputs import Inputs, model_shape
@@ -94,7 +95,8 @@ class Builder:
                                self.world.nodes, within_node=self.config.generation.layout.within_node)
         return HybridEngine(actor.trainer, Mesh(grid, self.world),
                             bucket_bytes=self.config.generation.reshard_bucket_mb * MIB,
-                            limits=self._limits, weights=weight_mode(self.config, self.dtype, self.world.device))
+                            limits=self._limits, weights=weight_mode(self.config, self.dtype, self.world.device),
+                            check=ReshardCheck(self.config.generation.reshard_check.value))
 
     def rewards(self) -> FunctionRewards | ModelRewards:
         """The reward model if there is one, else the reward function."""
