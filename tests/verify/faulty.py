@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from hybridflow.engine.native import Loss, Output, TrainEngine, Update
 from hybridflow.micro_batch import MicroBatch
 from hybridflow.models.decoder import HeadOutput
 from hybridflow.parallel.mesh import Mesh
+from hybridflow.parallel.optimizer_state import ShareState
 from hybridflow.parallel.pipeline import Lane
 from hybridflow.parallel.state_map import StateKind
 from hybridflow.parallel.weight_grads import WeightWork
@@ -79,7 +81,8 @@ def never_zeroed(mesh: Mesh, combination: Combination) -> TrainEngine:
 def update_dropped(mesh: Mesh, combination: Combination) -> TrainEngine:
     """Steps without moving a weight."""
     engine = engine_of(mesh, combination)
-    engine.optimizer._update = lambda factor, lr: None
+    for share in engine.optimizer.shares:
+        share.step = lambda factor, lr: None
     return engine
 
 
@@ -106,13 +109,12 @@ def not_decayed(mesh: Mesh, combination: Combination) -> TrainEngine:
 def clipped_by_own_norm(mesh: Mesh, combination: Combination) -> TrainEngine:
     """Every stage clips by the norm of its own gradients, and logs the right one."""
     engine = engine_of(mesh, combination)
-    optimizer, update = engine.optimizer, engine.optimizer._update
+    clip_factor = engine.optimizer._clip_factor
 
-    def update_by_own_norm(factor: float, lr: float) -> None:
-        own = sum(float(bucket.share.square().sum()) for bucket in engine.grads.buckets) ** 0.5
-        update(optimizer._clip_factor(own), lr)
+    def by_own_norm(norm: float) -> float:
+        return clip_factor(sum(float(bucket.share.square().sum()) for bucket in engine.grads.buckets) ** 0.5)
 
-    optimizer._update = update_by_own_norm
+    engine.optimizer._clip_factor = by_own_norm
     return engine
 
 
@@ -183,15 +185,14 @@ def stale_weights(mesh: Mesh, combination: Combination) -> TrainEngine:
 def moments_forgotten(mesh: Mesh, combination: Combination) -> TrainEngine:
     """Begins every step with the first moments at zero."""
     engine = engine_of(mesh, combination)
-    update = engine.optimizer._update
-
-    def update_without_history(factor: float, lr: float) -> None:
-        for share in engine.optimizer.shares:
-            share.tensor(StateKind.EXP_AVG).zero_()
-        update(factor, lr)
-
-    engine.optimizer._update = update_without_history
+    for share in engine.optimizer.shares:
+        share.step = partial(_step_without_history, share, share.step)
     return engine
+
+
+def _step_without_history(share: ShareState, step: Callable[[float, float], None], factor: float, lr: float) -> None:
+    share.tensor(StateKind.EXP_AVG).zero_()
+    step(factor, lr)
 
 
 def one_rank_raises(mesh: Mesh, combination: Combination) -> TrainEngine:
