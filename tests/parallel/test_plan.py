@@ -214,6 +214,24 @@ def test_a_box_that_nobody_holds_is_named():
         TransferPlan(map_of({"w": (4, 3)}, {0: []}), whole)
 
 
+def rows_map(rows_of: list[range]) -> ShardMap:
+    """A table of 2,000 rows in which every row of a rank is a box."""
+    return ShardMap({"rows": (2000, 3)}, tuple(range(4)), lambda rank: [
+        Shard.of_rows(Box("rows", (row, 0), (row + 1, 3)), "rows", place) for place, row in enumerate(rows_of[rank])])
+
+
+def test_planning_looks_at_a_few_boxes_for_each_copy(monkeypatch: pytest.MonkeyPatch):
+    calls, intersect = [], Box.intersect
+    monkeypatch.setattr(Box, "intersect", lambda box, other: calls.append(box) or intersect(box, other))
+    dealt, turned = [range(r, 2000, 4) for r in range(4)], [range((r + 1) % 4, 2000, 4) for r in range(4)]
+    whole = ShardMap({"rows": (2000, 3)}, tuple(range(4)),
+                     lambda rank: [Shard.of_rows(Box.whole("rows", (2000, 3)), "rows")])
+    for dest, copies in ((rows_map(turned), 2000), (whole, 8000)):
+        calls.clear()
+        plan = TransferPlan(rows_map(dealt), dest)
+        assert len(plan.copies) == copies and len(calls) <= 2 * copies
+
+
 @pytest.mark.parametrize(("givers", "parties"), [*product(range(1, 8), range(1, 8))])
 def test_deals_are_even_over_their_turns(givers: int, parties: int):
     deal = Deal(tuple(range(givers)), tuple((100 + party,) for party in range(parties)), passing=False)

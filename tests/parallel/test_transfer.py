@@ -82,33 +82,6 @@ def test_bytes_on_the_wire_equal_the_lower_bound_and_every_box_arrives(bucket_by
         assert sum(received for received, _ in counted) > 0
 
 
-def test_a_box_that_nobody_holds_is_named():
-    whole = ShardMap({"w": (4, 2)}, (0,), lambda rank: [Shard.of_rows(Box.whole("w", (4, 2)), "w")])
-    half = ShardMap({"w": (4, 2)}, (0,), lambda rank: [Shard.of_rows(Box("w", (0, 0), (2, 2)), "w")])
-    with pytest.raises(ValueError, match=r"w\[\(2, 0\):\(4, 2\)\] wanted by rank 0"):
-        TransferPlan(half, whole)
-    with pytest.raises(ValueError, match="disagree on 1 tensors"):
-        TransferPlan(ShardMap({"w": (4, 3)}, (0,), whole.shards_of), whole)
-
-
-def rows_map(rows_of: list[range]) -> ShardMap:
-    """A table of 2,000 rows in which every row of a rank is a box."""
-    return ShardMap({"rows": (2000, 3)}, tuple(range(4)), lambda rank: [
-        Shard.of_rows(Box("rows", (row, 0), (row + 1, 3)), "rows", place) for place, row in enumerate(rows_of[rank])])
-
-
-def test_planning_looks_at_a_few_boxes_for_each_copy(monkeypatch: pytest.MonkeyPatch):
-    calls, intersect = [], Box.intersect
-    monkeypatch.setattr(Box, "intersect", lambda box, other: calls.append(box) or intersect(box, other))
-    dealt, turned = [range(r, 2000, 4) for r in range(4)], [range((r + 1) % 4, 2000, 4) for r in range(4)]
-    whole = ShardMap({"rows": (2000, 3)}, tuple(range(4)),
-                     lambda rank: [Shard.of_rows(Box.whole("rows", (2000, 3)), "rows")])
-    for dest, copies in ((rows_map(turned), 2000), (whole, 8000)):
-        calls.clear()
-        plan = TransferPlan(rows_map(dealt), dest)
-        assert len(plan.copies) == copies and len(calls) <= 2 * copies
-
-
 def check_passing_on(world: World) -> list[int]:
     """From few ranks to many, across nodes, by hops; and back to few."""
     hops = []
