@@ -28,7 +28,7 @@ from hybridflow.parallel.parameter_shares import share_map, share_storage
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.share import TRAINING, with_training
-from hybridflow.reshard_route import ReshardCheck, Route
+from hybridflow.weight_route import ReshardCheck, Route
 
 
 @dataclass(frozen=True)

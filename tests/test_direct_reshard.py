@@ -27,8 +27,8 @@ from hybridflow.parallel.plan import lower_bound_numel
 from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.share import TRAINING
 from hybridflow.parallel.world import World
-from hybridflow.reshard_route import ReshardCheck
 from hybridflow.trainer.roles import Reduction, TrainedRole
+from hybridflow.weight_route import ReshardCheck
 from tests.engine.models import ragged_batch, tiny_model, train_engine
 from tests.ranks import run_ranks
 

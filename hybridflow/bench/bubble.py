@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridflow.bench.table import table
 from hybridflow.local_ranks import LocalRanks
+from hybridflow.observe.table import table
 from hybridflow.parallel.linear import linear
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.pipeline import PipelineRunner

@@ -14,12 +14,12 @@ import torch
 
 from hybridflow.algorithms.losses import supervised_loss
 from hybridflow.bench.live_bytes import LiveBytes
-from hybridflow.bench.table import mib, table
 from hybridflow.engine.native import TrainEngine
 from hybridflow.engine.options import EngineOptions, TrainOptions
 from hybridflow.local_ranks import LocalRanks
 from hybridflow.micro_batch import MicroBatch, Sample, TokenColumns
 from hybridflow.models.config import Family, Head, ModelConfig
+from hybridflow.observe.table import mib, table
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.optimizer import LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hybridflow.bench.megatron_schedule import megatron_step
 from hybridflow.bench.plain_stage import PlainStage, Shape, Tokens, micro_batches, summed_loss
-from hybridflow.bench.table import ratio, table
 from hybridflow.bench.timing import Clocked, Times, in_turns, summed_up
 from hybridflow.local_ranks import LocalRanks
+from hybridflow.observe.table import ratio, table
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.pipeline import PipelineRunner
 from hybridflow.parallel.schedules.builders import ScheduleKind

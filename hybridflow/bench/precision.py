@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.losses import supervised_loss
-from hybridflow.bench.table import table
 from hybridflow.engine.native import ForwardEngine, TrainEngine
 from hybridflow.engine.options import EngineOptions, TrainOptions
 from hybridflow.micro_batch import MicroBatch, Sample, TokenColumns
 from hybridflow.models.config import Family, Head, ModelConfig
 from hybridflow.models.decoder import HeadOutput
+from hybridflow.observe.table import table
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.optimizer import LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings

@@ -19,10 +19,10 @@ from hybridflow.bench import reshard_ours
 from hybridflow.bench.gathered_reshard import all_gather
 from hybridflow.bench.megatron_reshard import megatron
 from hybridflow.bench.reshard_case import DTYPE, Case, Rival, Storages, canonical_weights, filled, first_wrong
-from hybridflow.bench.table import table
 from hybridflow.bench.timing import Clocked, in_turns, paired, summed_up
 from hybridflow.bench.torch_reshard import checkpointed, memory_folder, redistributed
 from hybridflow.local_ranks import LocalRanks
+from hybridflow.observe.table import table
 from hybridflow.parallel.mesh import Layout
 from hybridflow.parallel.plan import TransferPlan, lower_bound_numel
 from hybridflow.parallel.world import World

@@ -20,8 +20,8 @@ from hybridflow.bench import reshard_ours
 from hybridflow.bench.reshard import anywhere, checked
 from hybridflow.bench.reshard_case import DTYPE, Case, canonical_weights, filled
 from hybridflow.bench.shaped_link import NoLink, bytes_sent, run_ranks, two_hosts
-from hybridflow.bench.table import table
 from hybridflow.bench.timing import Clocked, in_turns, paired, summed_up
+from hybridflow.observe.table import table
 from hybridflow.parallel.mesh import Grid, Layout
 from hybridflow.parallel.nodes import Nodes
 from hybridflow.parallel.plan import TransferPlan

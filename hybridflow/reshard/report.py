@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from hybridflow.bench.table import table
+from hybridflow.observe.table import table
 from hybridflow.parallel.mesh import Grid
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.reshard.move import REPEATS, Moved

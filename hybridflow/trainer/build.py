@@ -32,12 +32,12 @@ from hybridflow.parallel.mesh import Mesh
 from hybridflow.parallel.optimizer import Decay, LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.world import World
-from hybridflow.reshard_route import ReshardCheck
 from hybridflow.trainer.advantage import Advantages, GrpoAdvantages, KlPenalty, PpoAdvantages
 from hybridflow.trainer.engine_options import DTYPES, MIB, engine_options, grid_of, train_options, weight_mode
 from hybridflow.trainer.inputs import Inputs, model_shape
 from hybridflow.trainer.reward_source import FunctionRewards, ModelRewards
 from hybridflow.trainer.roles import Reduction, ScoringRole, TrainedRole
+from hybridflow.weight_route import ReshardCheck
 
 
 @dataclass(frozen=True)

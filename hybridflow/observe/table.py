@@ -1,4 +1,4 @@
-"""Printing the figures of a benchmark as a table of text."""
+"""Figures as a table of text, for people."""
 
 from __future__ import annotations
 
