@@ -73,7 +73,7 @@ class Route:
         """Compare what has arrived with what was sent. Collective, after the last round and before `src` changes.
 
         Raises:
-            IntegrityError: values or versions differ. Names tensors, ranks and the version.
+            IntegrityError: values or versions differ on any rank; raised on all. Names tensors, ranks and the version.
         """
         if self._check is not None:
             names = sampled(self.plan.dst.shapes, version) if self._which is ReshardCheck.SAMPLED else None

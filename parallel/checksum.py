@@ -1,7 +1,7 @@
 """Checks of a transfer: every destination element planned once, and arrived as it was sent, under the same version.
 
-Owns checksums and their comparison between ranks. It reads storages through the maps of those who use them, not through
-the plan: a plan that was made from a wrong map shows too. Never moves a weight.
+Owns checksums, their comparison between ranks, and that all ranks know the outcome. It reads storages through the maps
+of those who use them, not through the plan: a plan that was made from a wrong map shows too. Never moves a weight.
 """
 
 from __future__ import annotations
@@ -14,19 +14,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.parallel.agreement import everyones, largest, told
 from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.plan import Copy, TransferPlan
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.world import World
 
 AT_ONCE = 1 << 20  # elements widened to 64 bits at one time
-NAMED_FAULTS = 5  # in an error
+NAMED_FAULTS, NAMED_RANKS = 5, 16  # in an error
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW_SALT, _COLUMN_SALT = 0x1F83D9AB, 0x5BE0CD19
 
 
 class IntegrityError(RuntimeError):
-    """Weights that are not what they should be. Names tensors, ranks and the version."""
+    """Weights that are not what they should be. Names tensors, ranks and the version.
+
+    Attributes:
+        ranks: those that have a fault of their own.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 def checksum(values: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
@@ -78,7 +87,8 @@ def check_plan(plan: TransferPlan, src: ShardMap, dst: ShardMap, rank: int) -> N
         if _without([copy.box], *(shard.box for shard in holder.shards(copy.source) if shard.box.name == name)):
             faults.append(f"{_at(copy.box)} is to come from rank {copy.source}, which does not have it")
     faults += [f"{_at(box)} never comes to rank {rank}" for boxes in missing.values() for box in boxes]
-    _raise(faults, "the plan is wrong")
+    if faults:
+        raise IntegrityError(f"the plan is wrong: {_first(faults)}", (rank,))
 
 
 class TransferCheck:
@@ -92,7 +102,7 @@ class TransferCheck:
     """
 
     def __init__(self, src: ShardMap, dst: ShardMap, plan: TransferPlan, world: World, wire_dtype: torch.dtype) -> None:
-        self._world, self._wire_dtype, self._shapes = world, wire_dtype, dst.shapes
+        self._world, self._wire_dtype, self._shapes, self._ranks = world, wire_dtype, dst.shapes, plan.ranks
         self._copies = plan.of_rank(world.rank)
         self._src, self._dst = _by_name(src.shards(world.rank)), _by_name(dst.shards(world.rank))
         check_plan(plan, src, dst, world.rank)
@@ -100,14 +110,18 @@ class TransferCheck:
     @torch.no_grad()
     def verify(self, src_storages: Mapping[str, Tensor], dst_storages: Mapping[str, Tensor], *, version: int,
                names: Collection[str] | None = None) -> None:
-        """Compare, after the last round and before the next change of a source. Collective over the plan's peers.
+        """Compare, after the last round and before the next change of a source. Collective over the plan's ranks, which
+        all agree on whether anything is wrong; a rank outside the plan does nothing.
 
         Args:
             version: of the weights, as this rank counts it.
             names: the canonical tensors to compare, the same on every rank; None for all. Versions are compared anyway.
         Raises:
-            IntegrityError: values or versions differ. Names tensors, this rank and the rank that sent.
+            IntegrityError: on every rank, where values or versions differ on any. Names tensors, the ranks that have
+                them and the ranks that sent them; on a rank without a fault of its own, the first tensor of another.
         """
+        if self._world.rank not in self._ranks:
+            return
         chosen = [copy for copy in self._copies if names is None or copy.box.name in names]
         sent, received = self._by_peer(chosen)
         mine = {peer: self._message(version, [self._source(copy, src_storages, dst_storages) for copy in copies])
@@ -115,17 +129,14 @@ class TransferCheck:
         theirs = {peer: torch.empty(1 + len(copies), dtype=torch.int64, device=self._world.device)
                   for peer, copies in received.items()}
         self._exchange(mine, theirs)
-        faults: list[str] = []
-        for peer, copies in sorted(received.items()):
-            their_version, *sums = theirs[peer].tolist()
-            if their_version != version:
-                faults.append(f"rank {peer} sent {_names(copies)} of version {their_version}")
-            faults += self._differing(copies, sums, dst_storages)
-        kept = [copy for copy in chosen if copy.source == copy.dest]
-        if kept:
-            sums = torch.stack([self._source(copy, src_storages, dst_storages) for copy in kept]).tolist()
-            faults += self._differing(kept, sums, dst_storages)
-        _raise(faults, f"weights of version {version} are wrong on rank {self._world.rank}")
+        expected = [(copy, total) for peer, copies in sorted(received.items())
+                    for copy, total in zip(copies, theirs[peer][1:], strict=True)]
+        expected += [(copy, self._source(copy, src_storages, dst_storages)) for copy in chosen
+                     if copy.source == copy.dest]
+        places, differs = self._compared(expected, dst_storages)
+        if self._all_is_well(version, differs):
+            return
+        raise self._error(version, self._named(version, received, theirs, places, differs))
 
     def _by_peer(self, chosen: list[Copy]) -> tuple[dict[int, list[Copy]], dict[int, list[Copy]]]:
         """The chosen copies sent to and received from each peer, also a peer of which none is chosen."""
@@ -153,12 +164,52 @@ class TransferCheck:
             return self._sum(copy.box, self._src[copy.box.name], src_storages)
         return self._sum(copy.box, self._dst[copy.box.name], dst_storages)
 
-    def _differing(self, copies: list[Copy], sums: list[int], storages: Mapping[str, Tensor]) -> list[str]:
-        faults = []
-        for copy, expected in zip(copies, sums, strict=True):
-            if any(total.item() != expected for total in self._arrived(copy.box, storages)):
-                faults.append(f"{_at(copy.box)} is not what rank {copy.source} has")
-        return faults
+    def _compared(self, expected: list[tuple[Copy, Tensor]], storages: Mapping[str, Tensor]
+                  ) -> tuple[list[Copy], Tensor]:
+        """A copy for each place that it came to, and `[places]` whether the sum there is another than expected."""
+        found = [(copy, total, here) for copy, total in expected for here in self._arrived(copy.box, storages)]
+        if not found:
+            return [], torch.zeros(0, dtype=torch.bool, device=self._world.device)
+        copies, there, here = zip(*found)
+        return list(copies), torch.stack(there) != torch.stack(here)
+
+    def _all_is_well(self, version: int, differs: Tensor) -> bool:
+        """Whether no rank has a difference and all have one version. The one time that the host waits for the device.
+
+        Ranks that keep all they need are asked too: no message would show that they are of another version.
+        """
+        versions = torch.tensor([version, -version], device=self._world.device)
+        mine = torch.cat([differs.any().long().view(1), versions])
+        wrong, newest, oldest = largest(mine, self._ranks, self._world).tolist()
+        return not wrong and newest == -oldest
+
+    def _named(self, version: int, received: dict[int, list[Copy]], theirs: dict[int, Tensor], places: list[Copy],
+               differs: Tensor) -> list[str]:
+        """This rank's own faults."""
+        heads = {peer: int(message[0]) for peer, message in sorted(theirs.items())}
+        old = [f"rank {peer} sent {_names(received[peer])} of version {head}" for peer, head in heads.items()
+               if head != version]
+        wrong = [f"{_at(copy.box)} is not what rank {copy.source} has"
+                 for copy, differ in zip(places, differs.tolist(), strict=True) if differ]
+        return old + list(dict.fromkeys(wrong))
+
+    def _error(self, version: int, faults: list[str]) -> IntegrityError:
+        """What this rank says of its own faults, or of others' if it has none. Collective."""
+        rank, ranks = self._world.rank, self._ranks
+        rows = everyones([version, len(faults)], ranks, self._world)
+        faulty = [each for each, (_, number) in zip(ranks, rows) if number]
+        newest = max(its for its, _ in rows)
+        stale = {each: f"rank {each} has version {its}, the newest is {newest}"
+                 for each, (its, _) in zip(ranks, rows) if its != newest}
+        said = [_first(faults)] if faults else []
+        if faulty:
+            heard = told("".join(said), faulty[0], ranks, self._world)
+            said = said or [f"rank {faulty[0]} says that {heard}"]
+        if stale:
+            said.append(_first(list(stale.values())))
+        wrong = tuple(sorted({*faulty, *stale}))
+        where = f"wrong on rank {rank}" if rank in wrong else f"wrong on {_numbered(wrong)}, though not on rank {rank}"
+        return IntegrityError(f"weights of version {version} are {where}: {'; '.join(said)}", wrong)
 
     def _arrived(self, box: Box, storages: Mapping[str, Tensor]) -> list[Tensor]:
         """Of `box` in every place that wants it."""
@@ -220,7 +271,11 @@ def _names(copies: list[Copy]) -> str:
     return ", ".join(names[:NAMED_FAULTS]) + more or "weights"
 
 
-def _raise(faults: list[str], what: str) -> None:
-    if faults:
-        more = f"; and {len(faults) - NAMED_FAULTS} more" if len(faults) > NAMED_FAULTS else ""
-        raise IntegrityError(f"{what}: {'; '.join(faults[:NAMED_FAULTS])}{more}")
+def _first(faults: list[str]) -> str:
+    more = f"; and {len(faults) - NAMED_FAULTS} more" if len(faults) > NAMED_FAULTS else ""
+    return f"{'; '.join(faults[:NAMED_FAULTS])}{more}"
+
+
+def _numbered(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:NAMED_RANKS]))}{more}"

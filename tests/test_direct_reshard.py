@@ -199,7 +199,7 @@ def test_an_engine_that_waits_on_the_host_shares_nothing():
 
 
 def spoilt(world: World, check: ReshardCheck, weights: WeightMode) -> str:
-    """What the reshard says of one flipped bit in what has come to rank 1, and that nothing is generated then."""
+    """What the reshard says of one flipped bit in what has come to rank 1, and that no rank generates then."""
     actor = Actor(world, Case(Layout(tp=2, dp=2), Layout(dp=4)))
     hybrid = HybridEngine(actor.engine, actor.hybrid.mesh, bucket_bytes=1 << 20, weights=weights, check=check)
     verify = hybrid.from_training.verify
@@ -224,7 +224,8 @@ def spoilt(world: World, check: ReshardCheck, weights: WeightMode) -> str:
 def test_a_flipped_bit_is_found_and_named(weights: WeightMode):
     said = run_ranks(4, spoilt, ReshardCheck.ALL, weights)
     assert "version 0 are wrong on rank 1" in said[1] and "mlp.down_proj.weight" in said[1]
-    assert [said[rank] for rank in (0, 2, 3)] == ["", "", ""]
+    for rank in (0, 2, 3):
+        assert f"wrong on rank 1, though not on rank {rank}" in said[rank] and "mlp.down_proj.weight" in said[rank]
     assert run_ranks(4, spoilt, ReshardCheck.OFF, weights) == ["", "", "", ""]
 
 

@@ -117,7 +117,7 @@ def trial(world: World, task: Task) -> _Trial:
     try:
         check.verify(training, storages, version=0)  # as runs do, who do not know what should arrive
     except IntegrityError as error:
-        wrong = wrong or str(error)
+        wrong = wrong or (str(error) if world.rank in error.ranks else "")
     return _Trial(tuple(seconds), stats.received_bytes // REPEATS, stats.peak_buffer_bytes,
                   sum(tensor.nbytes for tensor in rest.values()) + stats.peak_buffer_bytes,
                   f"rank {world.rank}: {wrong}" if wrong else "")

@@ -12,6 +12,7 @@ from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.checksum import IntegrityError, TransferCheck, check_plan, checksum, sampled
 from hybridflow.parallel.mesh import Grid, Layout
+from hybridflow.parallel.nodes import Nodes
 from hybridflow.parallel.plan import Copy, TransferPlan
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.transfer import execute
@@ -128,16 +129,86 @@ def test_a_wrong_map_is_found_on_every_rank(fault: str, name: str):
         assert name in said and f"version 3 are wrong on rank {rank}" in said and "is not what rank" in said
 
 
-def test_a_flipped_bit_is_found_where_it_is():
+def test_all_ranks_hear_of_a_flipped_bit_on_one():
     said = run_ranks(4, moved, "flipped bit")
-    assert [bool(each) for each in said] == [False, True, False, False]
-    assert QUERY in said[1] and said[1].count("is not what rank") == 1
+    assert "are wrong on rank 1: " in said[1]
+    assert all(f"are wrong on rank 1, though not on rank {rank}: rank 1 says that" in said[rank] for rank in (0, 2, 3))
+    assert all(QUERY in each and each.count("is not what rank") == 1 for each in said)
 
 
-def test_a_stale_version_is_named_by_those_who_get_it():
+def test_a_stale_version_is_named_by_all():
     said = run_ranks(4, moved, "stale version")
     assert any("rank 3 sent model." in each and "of version 2" in each for each in said[:3])
+    assert all("rank 3 has version 2, the newest is 3" in each for each in said)
     assert not any("is not what" in each for each in said)
+
+
+def kept(world: World, ranks: tuple[int, ...], stale: int | None) -> tuple[str, tuple[int, ...]]:
+    """What the check says of weights that all of `ranks` keep, and who is at fault. No others take part in it."""
+    if world.rank not in ranks:
+        return "", ()
+    replicas = decoder_shard_map(MODEL, Grid(Layout(dp=len(ranks)), ranks), Head.LANGUAGE_MODEL)
+    plan = TransferPlan(replicas, replicas)
+    assert not plan.wires(world.rank)
+    have = storages(replicas, world.rank, filled=True)
+    try:
+        TransferCheck(replicas, replicas, plan, world, torch.float64).verify(
+            have, have, version=6 if world.rank == stale else 7)
+    except IntegrityError as error:
+        return str(error), error.ranks
+    return "", ()
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (0, 2, 3), (1, 2), (2,)], ids=str)
+def test_a_stale_rank_is_found_that_sends_and_receives_nothing(ranks: tuple[int, ...]):
+    assert run_ranks(4, kept, ranks, None) == [("", ())] * 4
+    if len(ranks) > 1:
+        told = run_ranks(4, kept, ranks, 2)
+        for said, at_fault in (told[rank] for rank in ranks):
+            assert "rank 2 has version 6, the newest is 7" in said and at_fault == (2,)
+
+
+def last_passed_on(plan: TransferPlan) -> Copy:
+    """Of the copies of the last hop, the first of `UP`."""
+    hop = max(copy.hop for copy in plan.copies)
+    return next(copy for copy in plan.copies if copy.hop == hop > 0 and copy.box.name == UP)
+
+
+def passed_on(world: World, target: tuple[int, ...], spoil: str) -> str:
+    """What the check says of weights of which some are passed on, after a bit of one of those has flipped: at the rank
+    that has got it, or at the one that has passed it on.
+    """
+    src, dst = (decoder_shard_map(MODEL, Grid(Layout(dp=len(ranks)), ranks), Head.LANGUAGE_MODEL)
+                for ranks in ((0,), target))
+    plan = TransferPlan(src, dst, Nodes(2))
+    have, want = storages(src, world.rank, filled=True), storages(dst, world.rank, filled=False)
+    check = TransferCheck(src, dst, plan, world, torch.float64)
+    execute(plan, world, have, want, wire_dtype=torch.float64)
+    copy = last_passed_on(plan)
+    spoilt, shard = {"nothing": (None, None), "dest": (copy.dest, copy.dst_shards[0]),
+                     "source": (copy.source, copy.src_shard)}[spoil]
+    if world.rank == spoilt:
+        shard.view(want, copy.box).view(torch.int64)[(0,) * len(copy.box.shape)] ^= 1
+    try:
+        check.verify(have, want, version=1)
+    except IntegrityError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("target", [(0, 1, 2, 3), (2, 3)], ids=str)
+def test_what_is_passed_on_is_checked_by_hops(target: tuple[int, ...]):
+    """Rank 0 sends to rank 2 of the other node, which passes on to rank 3; rank 1 may be outside the plan."""
+    members = sorted({0, *target})
+    assert run_ranks(4, passed_on, target, "nothing") == [""] * 4
+    said = run_ranks(4, passed_on, target, "dest")
+    assert [rank for rank in range(4) if said[rank]] == members
+    assert "wrong on rank 3: " in said[3] and "wrong on rank 3, though not on rank 0: rank 3 says that" in said[0]
+    assert all(f"{UP}[(0, 0):(24, 16)] is not what rank 2 has" in said[rank] for rank in members)
+    said = run_ranks(4, passed_on, target, "source")
+    assert [rank for rank in range(4) if said[rank]] == members
+    assert f"{UP}[(0, 0):(24, 16)] is not what rank 0 has" in said[2] and "is not what rank 2 has" in said[3]
+    assert "wrong on ranks 2, 3, though not on rank 0: rank 2 says that" in said[0]
 
 
 class Dropped(TransferPlan):
