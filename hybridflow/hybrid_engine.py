@@ -30,6 +30,8 @@ from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.share import TRAINING, with_training
 from hybridflow.weight_route import ReshardCheck, Route
 
+META = torch.device("meta")  # a stage without memory: the home of its weights gives it some, for each rollout
+
 
 @dataclass(frozen=True)
 class ReshardReport:
@@ -77,8 +79,7 @@ class HybridEngine:
         """
         self.train, self.mesh = train, mesh
         model, dtype = train.model, train.options.dtype
-        self.stage = generation_stage(model, mesh, dtype)
-        self.stage.requires_grad_(False)
+        self.stage = generation_stage(model, mesh, dtype, META)
         wanted = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
         self.home = self._home_of(weights, wanted)
         route = partial(Route, world=mesh.world, layout=train.grads.layout(), wire_dtype=dtype,
@@ -88,7 +89,6 @@ class HybridEngine:
             shares = share_map(train.shard_map, train.grads.layout(), train.mesh, train.grads.sharded)
             self.after_step = route(shares, with_training(self.home.shard_map, train.shard_map))
         self.generator = Generator(self.stage, mesh, model, limits)
-        self.free()
         self.last_report = ReshardReport(0.0, 0, 0, 0)
         self._settle = settle_device(mesh.device)
         self._under_way: _UnderWay | None = None
@@ -151,7 +151,7 @@ class HybridEngine:
         """Let the generator generate, with weights that are right.
 
         Raises:
-            IntegrityError: they are not; the generator then has none.
+            IntegrityError: they are not, on some rank; no rank's generator has any then.
         """
         for bucket in self.train.optimizer.waiting:  # of shares that nobody else wants
             self.train.optimizer.step_bucket(bucket)
@@ -180,10 +180,11 @@ class _UnderWay:
     destinations: dict[str, Tensor]
 
 
-def generation_stage(model: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> DecoderStage:
-    """The whole model on the tensor ranks of a generation mesh, uninitialised."""
+def generation_stage(model: ModelConfig, mesh: Mesh, dtype: torch.dtype,
+                     device: torch.device | None = None) -> DecoderStage:
+    """The whole model on the tensor ranks of a generation mesh, uninitialised; `device` None is the mesh's."""
     return DecoderStage(model, mesh, Head.LANGUAGE_MODEL, chunks=Chunks(), chunk_layers=(range(model.num_layers),),
-                        sequence_parallel=False, dtype=dtype)
+                        sequence_parallel=False, dtype=dtype, device=device)
 
 
 def generation_grid(train_map: ShardMap, train: Grid, model: ModelConfig, layout: Layout, nodes: Nodes = ONE_NODE, *,

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from hybridflow.bench.live_bytes import LiveBytes
 from hybridflow.generation.engine import StaleWeightsError
 from hybridflow.generation.records import Prompt, SamplingParams
+from hybridflow.generation.weight_home import WeightMode
 from hybridflow.hybrid_engine import HybridEngine, generation_grid
 from hybridflow.models.config import Head
 from hybridflow.models.weights import decoder_shard_map
@@ -67,6 +69,24 @@ def test_generation_groups_are_those_of_the_papers_example():
     train, model = Grid.of(Layout(4, 1, 2)), tiny_model(num_kv_heads=4, vocab_size=64)
     grid = generation_grid(decoder_shard_map(model, train, Head.LANGUAGE_MODEL), train, model, Layout(2, 1, 4))
     assert grid.lines(lambda at: (at.dp,)) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+
+
+def construction(world: World, weights: WeightMode) -> tuple[int, int]:
+    """The most bytes alive at once of all that is made for an engine, and those of its generation shard."""
+    model = tiny_model(hidden_size=64, intermediate_size=96)
+    engine = train_engine(world, Layout(2, 2, 1), model, Head.LANGUAGE_MODEL, dtype=torch.float32)
+    mesh = Mesh(generation_grid(engine.shard_map, engine.mesh.grid, model, Layout(2, 1, 2)), world)
+    with LiveBytes() as live:
+        hybrid = HybridEngine(engine, mesh, bucket_bytes=1 << 20, weights=weights)
+    assert all(param.device == mesh.device and not param.requires_grad for param in hybrid.stage.parameters())
+    wanted = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL).shards(world.rank)
+    return live.peak, sum(shard.box.numel for shard in wanted) * torch.float32.itemsize
+
+
+@pytest.mark.parametrize("weights", WeightMode)
+def test_an_engine_that_has_no_weights_yet_takes_no_memory(weights: WeightMode):
+    for peak, shard in run_ranks(4, construction, weights):
+        assert peak < shard / 100  # numbers that ranks agree on
 
 
 def stale(world: World) -> str:

@@ -1,6 +1,7 @@
 """A meter of the memory that some code has at its peak: the storages alive at once among those that it makes.
 
-Counts storages as they are, on any device and whoever holds them: autograd, an executor, a message on its way.
+Counts storages as they are, on any device and whoever holds them: autograd, an executor, a message on its way. Those on
+the meta device are none.
 """
 
 from __future__ import annotations
@@ -53,5 +54,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> list[tuple[int, torch.UntypedStorage]]:
-    storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(tree)
+                if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
     return [(storage._cdata, storage) for storage in storages]

@@ -12,7 +12,7 @@ from math import prod
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridflow.generation.shared_weights import lend, take_back
 from hybridflow.generation.weight_layout import lay_out_for_decoding
@@ -30,6 +30,9 @@ class WeightMode(Enum):
 
 class WeightHome(Protocol):
     """The memory that a reshard fills. The order is `take`, filling what it gave, `ready`, generation, `free`.
+
+    A home is made of a stage whose parameters have their shapes, best without memory (on the meta device); it leaves
+    the stage without weights, as `free` does.
 
     Attributes:
         shard_map: where in the storages of `take` the boxes of every rank lie.
@@ -60,7 +63,8 @@ class PackedHome:
         self._stage, self._dtype, self._device = stage, dtype, device
         self._shapes = {name: param.shape for name, param in stage.named_parameters()}
         self.taken_bytes = sum(shape.numel() for shape in self._shapes.values()) * dtype.itemsize
-        self.free()
+        self.storages: dict[str, Tensor] = {}
+        _leave_empty(stage, dtype, device)
 
     def take(self, training: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, param in self._stage.named_parameters():
@@ -91,6 +95,7 @@ class SharedHome:
         self._tiling, self._rest = tiling(train, wanted, rank), rest_shapes(train, wanted, rank)
         self.taken_bytes = sum(prod(shape) for shape in self._rest.values()) * self._dtype.itemsize
         self.storages: dict[str, Tensor] = {}
+        _leave_empty(stage, self._dtype, device)
 
     def take(self, training: Mapping[str, Tensor]) -> dict[str, Tensor]:
         rest = {name: torch.empty(shape, dtype=self._dtype, device=self._device) for name, shape in self._rest.items()}
@@ -103,3 +108,12 @@ class SharedHome:
     def free(self) -> None:
         take_back(self._stage)
         self.storages = {}
+
+
+def _leave_empty(stage: DecoderStage, dtype: torch.dtype, device: torch.device) -> None:
+    """Put empty parameters on `device` in place of the stage's: one of the meta device can be given no memory."""
+    assert not tuple(stage.buffers()), "a buffer made on the meta device would have no values"
+    for module in stage.modules():
+        for name, _ in tuple(module.named_parameters(recurse=False)):
+            empty = torch.empty(0, dtype=dtype, device=device)
+            module.register_parameter(name, nn.Parameter(empty, requires_grad=False))

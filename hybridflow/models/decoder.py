@@ -123,6 +123,7 @@ class DecoderStage(nn.Module):
             micro-batch are then a multiple of tp.
         recompute: in the backward of layers.
         recompute_layers: it holds for the first so many layers of each chunk; None is all.
+        device: of the parameters; None is the mesh's. On the meta device they have shapes and no memory.
 
     Raises:
         ValueError: the model cannot be cut over the mesh's tensor axis and these chunks (all reasons).
@@ -130,8 +131,9 @@ class DecoderStage(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: Mesh, head: Head, *, chunks: Chunks, chunk_layers: tuple[range, ...],
                  sequence_parallel: bool, dtype: torch.dtype, recompute: Recompute = Recompute.NONE,
-                 recompute_layers: int | None = None) -> None:
+                 recompute_layers: int | None = None, device: torch.device | None = None) -> None:
         super().__init__()
+        device = mesh.device if device is None else device
         require_layout(config, mesh.layout, [len(layers) for layers in chunk_layers], chunks)
         assert chunks.pp == mesh.layout.pp, (chunks, mesh.layout)
         self.config, self.head_kind, self.dtype = config, head, dtype
@@ -140,18 +142,18 @@ class DecoderStage(nn.Module):
         self.chunks = chunks
         self.chunk_layers = {chunk: chunk_layers[chunk] for chunk in chunks.of_stage(mesh.coord.pp)}
         with_embedding, with_head = 0 in self.chunk_layers, chunks.last in self.chunk_layers
-        shared = dict(tp=mesh.tp, sequence_parallel=self.sequence_parallel, dtype=dtype, device=mesh.device)
+        shared = dict(tp=mesh.tp, sequence_parallel=self.sequence_parallel, dtype=dtype, device=device)
         self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **shared) if with_embedding else None
         self.layers = nn.ModuleDict({str(layer): DecoderLayer(config, layer, **shared)
                                      for layers in self.chunk_layers.values() for layer in layers})
         for layers in self.chunk_layers.values():
             for layer in layers[:recompute_layers]:
                 self.layers[str(layer)].recompute = recompute
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, mesh.device) if with_head else None
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device) if with_head else None
         # A tied head beside its embedding has no weight of its own.
         tied_here = head is Head.LANGUAGE_MODEL and config.tie_word_embeddings and with_embedding
         own_head = with_head and not tied_here
-        self.head = HeadWeight(self._head_rows(), config.hidden_size, dtype, mesh.device) if own_head else None
+        self.head = HeadWeight(self._head_rows(), config.hidden_size, dtype, device) if own_head else None
         self._syncs = stage_grad_syncs(self, config, head, mesh, chunks.head_stage, self.sequence_parallel)
 
     def chunk_of(self, name: str) -> int:

@@ -19,6 +19,12 @@ def test_the_peak_is_of_what_lives_at_once_and_was_made_inside():
     assert kept.numel() + view.numel() == 1005
 
 
+def test_what_has_a_shape_alone_is_no_memory():
+    with LiveBytes() as live:
+        shape = torch.empty(1000, device="meta").add(1)
+    assert live.peak == 0 and shape.numel() == 1000
+
+
 def test_saved_tensors_count_until_the_backward_lets_them_go():
     x = torch.ones(100, requires_grad=True)
     with LiveBytes() as live:
