@@ -173,7 +173,7 @@ class GenerationConfig:
     reshard_bucket_mb: int = 64
     """Largest piece in flight while weights move to the generation layout, in MiB."""
     weights: GenerationWeights | None = None
-    """shared (training weights where they lie, the rest gathered) | packed (a copy). null: packed in fp32 on a CPU."""
+    """shared (with training) | packed (a copy; train.offload.roles needs it). null: packed in fp32 or fp64 on a CPU."""
     reshard_check: ReshardCheck = ReshardCheck.SAMPLED
     """Compare checksums after weights moved: all (of every tensor) | sampled (of a sixteenth, in turn) | off."""
 
