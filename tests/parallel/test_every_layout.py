@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -26,7 +26,7 @@ from hybridflow.parallel.plan import TransferPlan, lower_bound_numel
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.shard_map import ShardMap
 from tests.engine.models import tiny_model
-from tests.parallel.labels import fill, labels, storages_of
+from tests.parallel.labels import labels, storages_of
 
 DEGREES = (1, 2, 4)
 HALVES = {4: Nodes(2), 8: Nodes(4)}  # two nodes, so that some copies go on at a second hop
@@ -45,9 +45,6 @@ class Cut:
     def chunks(self) -> Chunks:
         return Chunks(self.layout.pp, self.vpp)
 
-    def map(self, model: ModelConfig, grid: Grid) -> ShardMap:
-        return decoder_shard_map(model, grid, Head.LANGUAGE_MODEL, self.chunks)
-
     def __str__(self) -> str:
         return f"{self.layout} vpp{self.vpp}"
 
@@ -64,8 +61,18 @@ def model_of(shape: int, num_layers: int) -> ModelConfig:
 
 
 @cache
+def map_of(cut: Cut, model_key: tuple[int, int], grid: Grid) -> ShardMap:
+    return decoder_shard_map(model_of(*model_key), grid, Head.LANGUAGE_MODEL, cut.chunks)
+
+
+@cache
+def shapes_of(model_key: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    return canonical_shapes(model_of(*model_key), Head.LANGUAGE_MODEL)
+
+
+@cache
 def expected(model_key: tuple[int, int], box: Box) -> Tensor:
-    return labels(box, canonical_shapes(model_of(*model_key), Head.LANGUAGE_MODEL))
+    return labels(box, shapes_of(model_key))
 
 
 def carry_out(plan: TransferPlan, src: dict[int, dict[str, Tensor]], dst: dict[int, dict[str, Tensor]]) -> None:
@@ -95,20 +102,22 @@ def total_checksum(shard_map: ShardMap, storages: dict[int, dict[str, Tensor]]) 
 
 @cache
 def source(cut: Cut, model_key: tuple[int, int]) -> tuple[ShardMap, dict[int, dict[str, Tensor]], dict[str, int]]:
-    src = cut.map(model_of(*model_key), Grid.of(cut.layout))
+    """Ranks in order that hold the whole model in this cut, their storages, and its checksums from there."""
+    src = map_of(cut, model_key, Grid.of(cut.layout))
     have = {rank: storages_of(src.shards(rank)) for rank in src.ranks}
     for rank, storages in have.items():
-        fill(storages, src.shards(rank), src.shapes)
+        for shard in src.shards(rank):
+            shard.view(storages).copy_(expected(model_key, shard.box))
     return src, have, total_checksum(src, have)
 
 
 def check_pair(train: Cut, generation: Cut, shape: int, nodes: Nodes) -> None:
     # one layer more than chunks: uneven stages
     model_key = shape, max(train.chunks.count, generation.chunks.count) + 1
-    model = model_of(*model_key)
     src, have, sums = source(train, model_key)
-    grid = assign(src, Grid.of(train.layout), generation.layout, lambda grid: generation.map(model, grid), nodes=nodes)
-    dst = generation.map(model, grid)
+    to = partial(map_of, generation, model_key)
+    grid = assign(src, Grid.of(train.layout), generation.layout, to, nodes=nodes)
+    dst = to(grid)
     plan = TransferPlan(src, dst, nodes)
     arrived = {rank: storages_of(dst.shards(rank)) for rank in dst.ranks}
     carry_out(plan, have, arrived)
@@ -117,7 +126,8 @@ def check_pair(train: Cut, generation: Cut, shape: int, nodes: Nodes) -> None:
         assert plan.received_numel(rank) == lower_bound_numel(src, dst, rank)
         for shard in dst.shards(rank):
             assert torch.equal(shard.view(arrived[rank]), expected(model_key, shard.box)), (rank, shard)
-    assert total_checksum(dst, arrived) == sums
+    # What arrived is bit for bit what `source` holds of these very boxes, so their checksums are these.
+    assert source(generation, model_key)[2] == sums
     if train == generation:
         assert sum(plan.received_numel(rank) for rank in dst.ranks) == 0
 
@@ -134,7 +144,7 @@ def test_every_pair(size: int, place: int):
 def test_a_copy_to_a_wrong_place_shows():
     """The test above can fail: gate and up rows of a destination change places."""
     src, have, sums = source(Cut(Layout(2, 1, 2), 1), (0, 2))
-    dst = Cut(Layout(1, 1, 4), 1).map(model_of(0, 2), Grid.of(Layout(1, 1, 4)))
+    dst = map_of(Cut(Layout(1, 1, 4), 1), (0, 2), Grid.of(Layout(1, 1, 4)))
     swapped = ShardMap(dst.shapes, dst.ranks, lambda rank: [
         replace(shard, offset=shard.box.numel if shard.offset == 0 else 0) if ".0.mlp.gate" in shard.box.name
         or ".0.mlp.up" in shard.box.name else shard for shard in dst.shards(rank)])
