@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -88,9 +89,21 @@ class Shard:
         strides = tuple(prod(box.shape[dim + 1:]) for dim in range(len(box.shape)))
         return cls(box, storage, row_start * strides[0], strides)
 
-    def view(self, storages: dict[str, Tensor], part: Box | None = None) -> Tensor:
+    def view(self, storages: Mapping[str, Tensor], part: Box | None = None) -> Tensor:
         """The local tensor that holds the box, or `part` of it (which must lie inside)."""
         part = part or self.box
-        offset = self.offset + sum((p - b) * s for p, b, s in zip(part.lo, self.box.lo, self.strides))
         storage = storages[self.storage]
-        return storage.as_strided(part.shape, self.strides, storage.storage_offset() + offset)
+        return storage.as_strided(part.shape, self.strides, storage.storage_offset() + self.offset_of(part))
+
+    def offset_of(self, part: Box) -> int:
+        """Where in the storage the first element of `part` is, which must lie inside."""
+        return self.offset + sum((p - b) * s for p, b, s in zip(part.lo, self.box.lo, self.strides))
+
+    def is_contiguous(self, part: Box) -> bool:
+        """Whether `part`, which must lie inside, is one stretch of the storage in row-major order."""
+        expected = 1
+        for size, stride in zip(reversed(part.shape), reversed(self.strides)):
+            if size > 1 and stride != expected:
+                return False
+            expected *= size
+        return True

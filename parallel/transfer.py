@@ -5,15 +5,16 @@ Owns what is in flight: messages, the two staging buffers and the waits. What go
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.plan import Copy, TransferPlan
-from hybridflow.parallel.wires import Message, Round, Wire, first_reads, room_of_wires, rounds_of, wires_of
+from hybridflow.parallel.wires import Message, Piece, Round, Wire, first_reads, room_of_wires, rounds_of, wires_of
 from hybridflow.parallel.world import World
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
@@ -103,15 +104,11 @@ class Transfer:
     def _post(self, now: Round, staging: _Staging, src: Storages, dst: Storages) -> _InFlight:
         """Start to send and to receive."""
         have = dst if now.passes_on else src
-        parcels = [*(_Parcel(message, True, [[piece.copy.src_shard.view(have, piece.box)] for piece in message.pieces])
-                     for message in now.sends),
-                   *(_Parcel(message, False, [[shard.view(dst, piece.box) for shard in piece.copy.dst_shards]
-                                              for piece in message.pieces]) for message in now.receives)]
+        parcels = [*(_Parcel(message, True, _places(message, True, have)) for message in now.sends),
+                   *(_Parcel(message, False, _places(message, False, dst)) for message in now.receives)]
         for parcel in parcels:
             parcel.lay_in_place(self.wire_dtype, self.world.device)
-        staging.provide(parcel for parcel in parcels if parcel.buffer is None)
-        for parcel in parcels:
-            parcel.pack()
+        staging.pack([parcel for parcel in parcels if parcel.buffer is None])
         self._count(parcels)
         return _InFlight.start(now.hop, parcels)
 
@@ -136,12 +133,19 @@ class _Parcel:
 
     Attributes:
         buffer: `[numel]`, contiguous in the wire's dtype: what is handed to the backend.
-        places: by piece, the views that it comes from (one) or goes to.
+        places: by piece (or for all of a stretch) the views that it comes from (one) or goes to.
     """
 
     def __init__(self, message: Message, sent: bool, places: list[list[Tensor]]) -> None:
         self.message, self.sent, self.places = message, sent, places
         self.buffer: Tensor | None = None
+
+    @property
+    def contents(self) -> Hashable:
+        """The same for parcels that are packed alike: what several receivers want from here is packed once."""
+        if self.sent:
+            return tuple((piece.copy.src_shard, piece.box) for piece in self.message.pieces)
+        return self
 
     def lay_in_place(self, dtype: torch.dtype, device: torch.device) -> None:
         """Use a place itself as the buffer, if one will do."""
@@ -153,7 +157,7 @@ class _Parcel:
                 self.places = [[view for view in views if view is not fit[0]]]
 
     def pack(self) -> None:
-        """Copy what is sent into the buffer, if it does not lie there."""
+        """Copy what is sent into the buffer."""
         if self.sent:
             for part, [view] in self._staged():
                 part.copy_(view)
@@ -168,6 +172,10 @@ class _Parcel:
     def _staged(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Each piece's part of the buffer, with the places that it has besides."""
         assert self.buffer is not None
+        if self.message.is_stretch:
+            if self.places[0]:
+                yield self.buffer, self.places[0]
+            return
         start = 0
         for piece, views in zip(self.message.pieces, self.places):
             end = start + piece.box.numel
@@ -230,32 +238,50 @@ class _Staging:
     def nbytes(self) -> int:
         return self._buffer.nbytes
 
-    def provide(self, parcels: Iterable[_Parcel]) -> None:
-        """Give each parcel a part as its buffer. What had one before must be over."""
-        parcels = list(parcels)
-        numel = sum(parcel.message.numel for parcel in parcels)
+    def pack(self, parcels: Sequence[_Parcel]) -> None:
+        """Give each parcel a part as its buffer, with what it sends in it. What had one before must be over."""
+        distinct = {parcel.contents: parcel for parcel in parcels}
+        numel = sum(parcel.message.numel for parcel in distinct.values())
         if numel > self._buffer.numel():
             self.free()  # before there is a larger one
             self._buffer = torch.empty(numel, dtype=self._dtype, device=self._device)
-        start = 0
+        parts = self._buffer[:numel].split([parcel.message.numel for parcel in distinct.values()])
+        for parcel, part in zip(distinct.values(), parts, strict=True):
+            parcel.buffer = part
+            parcel.pack()
         for parcel in parcels:
-            end = start + parcel.message.numel
-            parcel.buffer = self._buffer[start:end]
-            start = end
+            parcel.buffer = distinct[parcel.contents].buffer
 
     def free(self) -> None:
         self._buffer = torch.empty(0, dtype=self._dtype, device=self._device)
 
 
+def _places(message: Message, sent: bool, storages: Storages) -> list[list[Tensor]]:
+    """By piece the views that it comes from (one) or goes to; of a stretch, whatever its pieces, flat ones."""
+    def shards(piece: Piece) -> tuple[Shard, ...]:
+        return (piece.copy.src_shard,) if sent else piece.copy.dst_shards
+    if message.is_stretch:
+        first = message.pieces[0]
+        return [[_flat(shard, first.box, message.numel, storages[shard.storage]) for shard in shards(first)]]
+    return [[shard.view(storages, piece.box) for shard in shards(piece)] for piece in message.pieces]
+
+
+def _flat(shard: Shard, part: Box, numel: int, storage: Tensor) -> Tensor:
+    """`numel` elements of the storage, from the first of `part` on."""
+    return storage.as_strided((numel,), (1,), storage.storage_offset() + shard.offset_of(part))
+
+
 def _keep(copy: Copy, src: Storages, dst: Storages) -> None:
     """Copy what the rank has already, but not onto itself."""
-    source = copy.src_shard.view(src, copy.box)
+    have = copy.src_shard
     for shard in copy.dst_shards:
-        view = shard.view(dst, copy.box)
-        same = (view.data_ptr() == source.data_ptr() and view.dtype == source.dtype
-                and view.stride() == source.stride())
-        if not same:
-            view.copy_(source)
+        if shard.strides != have.strides or _address(have, copy.box, src) != _address(shard, copy.box, dst):
+            shard.view(dst, copy.box).copy_(have.view(src, copy.box))
+
+
+def _address(shard: Shard, part: Box, storages: Storages) -> tuple[int, torch.dtype]:
+    storage = storages[shard.storage]
+    return storage.data_ptr() + shard.offset_of(part) * storage.itemsize, storage.dtype
 
 
 def _failed(parcels: list[_Parcel], error: RuntimeError) -> TransferError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 
 from hybridflow.parallel.box import Box
@@ -37,12 +38,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Message:
-    """Pieces that travel to or from `peer` together: a large one alone, small ones packed one after the other."""
+    """Pieces that travel to or from `peer` together, one after the other.
+
+    Attributes:
+        is_stretch: whether they lie one after the other at both ends too.
+    """
 
     peer: int
     pieces: tuple[Piece, ...]
+    is_stretch: bool = False
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(piece.box.numel for piece in self.pieces)
 
@@ -111,10 +117,18 @@ def cut_in_rounds(copies: Iterable[Copy], room: int) -> list[list[Piece]]:
 
 
 def messages_of(peer: int, pieces: Sequence[Piece], least: int) -> list[Message]:
-    """Pieces of at least `least` elements alone, the others packed. By size only, so that both ends do the same."""
-    alone = [Message(peer, (piece,)) for piece in pieces if piece.box.numel >= least]
-    packed = tuple(piece for piece in pieces if piece.box.numel < least)
-    return [*alone, Message(peer, packed)] if packed else alone
+    """Messages of at least `least` elements: what lies at both ends as one stretch, or pieces with gaps each for
+    itself; and one message of all that is smaller.
+
+    Only what both ends know decides, so that they do the same.
+    """
+    messages, packed = [], []
+    for run in _runs(pieces):
+        if sum(piece.box.numel for piece in run) >= least:
+            messages.append(Message(peer, tuple(run), is_stretch=_stretches(run[0]) is not None))
+        else:
+            packed += run
+    return [*messages, Message(peer, tuple(packed))] if packed else messages
 
 
 def rounds_of(rank: int, copies: Sequence[Copy], room: Mapping[Wire, int], least: int) -> list[Round]:
@@ -147,6 +161,30 @@ def first_reads(rounds: Sequence[Round]) -> list[frozenset[str]]:
         fresh.append(frozenset(read - seen))
         seen |= read
     return fresh
+
+
+def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Pieces in order; those of a run follow each other in the memory of the sender and of the receiver."""
+    runs: list[list[Piece]] = []
+    ends: list[tuple[str, int]] | None = None
+    for piece in pieces:
+        stretches = _stretches(piece)
+        starts = stretches and [(storage, start) for storage, start, _ in stretches]
+        if starts and starts == ends:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+        ends = stretches and [(storage, end) for storage, _, end in stretches]
+    return runs
+
+
+def _stretches(piece: Piece) -> list[tuple[str, int, int]] | None:
+    """(storage, start, end) at the sender and in each place of the receiver; None where there are gaps in some."""
+    shards = (piece.copy.src_shard, *piece.copy.dst_shards)
+    found = [(shard.storage, shard.offset_of(piece.box)) for shard in shards if shard.is_contiguous(piece.box)]
+    if len(found) < len(shards):
+        return None
+    return [(storage, start, start + piece.box.numel) for storage, start in found]
 
 
 def _sent_storages(each: Round) -> set[str]:

@@ -148,6 +148,49 @@ class BrokenWork:
         raise RuntimeError("connection closed by peer")
 
 
+FUSED = {"q": (300, 256), "k": (200, 256), "v": (200, 256), "down": (256, 512)}
+STRETCH = 256 * (300 + 200 + 200)  # q, k and v, one below the other
+
+
+def fused_shards(places: tuple[str, ...]) -> list[Shard]:
+    """q, k and v one below the other in each of the places; the down projection, of which columns are cut."""
+    rows, shards = 0, []
+    for name in "qkv":
+        box = Box.whole(name, FUSED[name])
+        shards += [Shard.of_rows(box, place, rows) for place in places]
+        rows += box.shape[0]
+    return [*shards, *(Shard.of_rows(Box("down", (0, lo), (256, lo + 256)), f"down{lo}") for lo in (0, 256))]
+
+
+def check_stretches(world: World, dtype: torch.dtype, twice: bool) -> tuple[int, int, int]:
+    """(messages of fused rows, other messages, most bytes of buffers) where rank 0 sends the same to ranks 1 and 2."""
+    whole = [*fused_shards(("here",))[:3], Shard.of_rows(Box.whole("down", FUSED["down"]), "down")]
+    mark = Shard.of_rows(Box.whole("mark", (1,)), "mark")  # who has something to send need not pass on
+    places = ("there", "too") if twice else ("there",)
+    src = ShardMap(FUSED | {"mark": (1,)}, (0, 1, 2), lambda rank: [mark] if rank else [*whole, mark])
+    transfer = Transfer(TransferPlan(src, ShardMap(FUSED, (1, 2), lambda rank: fused_shards(places))), world,
+                        wire_dtype=torch.float32)
+    values = torch.arange(STRETCH + 256 * 512, dtype=dtype)
+    got = {name: torch.full((STRETCH,), -1, dtype=dtype) for name in places}
+    columns = {f"down{lo}": torch.full((256 * 256,), -1, dtype=dtype) for lo in (0, 256)}
+    transfer.round(0, {"here": values[:STRETCH], "down": values[STRETCH:]}, got | columns)
+    if world.rank != 0:
+        down = values[STRETCH:].view(256, 512)
+        assert all(torch.equal(rows, values[:STRETCH]) for rows in got.values())
+        assert all(torch.equal(columns[f"down{lo}"].view(256, 256), down[:, lo : lo + 256]) for lo in (0, 256))
+    [now] = transfer._rounds
+    messages = [message.is_stretch for message in (*now.sends, *now.receives)]
+    return messages.count(True), messages.count(False), transfer.stats.peak_buffer_bytes
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_fused_weight_is_one_message_and_what_two_want_is_packed_once(twice: bool):
+    columns, rows = 4 * 256 * 512, 4 * STRETCH
+    assert run_ranks(3, check_stretches, torch.float32, twice) == [(2, 4, columns), (1, 2, 0), (1, 2, 0)]
+    everything = [rows + columns] * 3  # cast at both ends
+    assert run_ranks(3, check_stretches, torch.float64, twice) == list(zip((2, 1, 1), (4, 2, 2), everything))
+
+
 def fail_to_receive(world: World) -> str:
     transfer = Transfer(TransferPlan(pairs_map((0,)), pairs_map((1,))), world, wire_dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:

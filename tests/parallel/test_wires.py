@@ -10,7 +10,6 @@ from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.nodes import Nodes
 from hybridflow.parallel.plan import Copy, TransferPlan
 from hybridflow.parallel.wires import (
-    Message,
     Piece,
     Round,
     Wire,
@@ -44,10 +43,36 @@ def test_rounds_are_full_and_cut_at_rows_where_they_can_be():
     assert boxes_of(third) == [((4, 2), (5, 4)), ((0,), (3,))]
 
 
+def piece_at(name: str, size: int, source: int, *places: tuple[str, int]) -> Piece:
+    """A vector from `source` in storage `s` of the sender to each (storage, offset) of the receiver."""
+    box = Box.whole(name, (size,))
+    shards = tuple(Shard.of_rows(box, storage, offset) for storage, offset in places)
+    return Piece(Copy(0, 1, box, Shard.of_rows(box, "s", source), shards), box)
+
+
+def sent_as(pieces: list[Piece]) -> list[tuple[str, bool]]:
+    """The tensors of each message, and whether it is a stretch."""
+    return [("".join(piece.box.name for piece in message.pieces), message.is_stretch)
+            for message in messages_of(7, pieces, LEAST)]
+
+
 def test_large_pieces_travel_alone_and_small_ones_packed():
-    pieces = [Piece(copy_of(box), box) for box in (Box.whole("a", (2,)), Box.whole("b", (4,)), Box.whole("c", (1,)))]
-    assert messages_of(7, pieces, LEAST) == [Message(7, (pieces[1],)), Message(7, (pieces[0], pieces[2]))]
-    assert messages_of(7, pieces[1:2], LEAST) == [Message(7, (pieces[1],))]
+    a, b, c = piece_at("a", 2, 0, ("d", 0)), piece_at("b", 4, 10, ("d", 20)), piece_at("c", 1, 30, ("d", 5))
+    assert sent_as([a, b, c]) == [("b", True), ("ac", False)]
+    box = Box.whole("w", (2, 3))
+    columns = Piece(Copy(0, 1, box, Shard(box, "s", 0, (1, 2)), (Shard.of_rows(box, "d"),)), box)
+    assert sent_as([columns]) == [("w", False)]
+
+
+def test_what_follows_at_both_ends_is_one_message():
+    q, k, v = (piece_at(name, size, at, ("d", 5 + at)) for name, size, at in (("q", 4, 0), ("k", 2, 4), ("v", 2, 6)))
+    assert sent_as([q, k, v]) == [("qkv", True)]
+    assert sent_as([q, v, k]) == [("q", True), ("vk", False)], "in the order of the memory only"
+    assert sent_as([q, piece_at("k", 2, 4, ("d", 10)), v]) == [("q", True), ("kv", False)], "a gap at the receiver"
+    assert sent_as([q, piece_at("k", 2, 4, ("e", 9))]) == [("q", True), ("k", False)], "another storage"
+    twice = [piece_at("q", 4, 0, ("d", 0), ("e", 0)), piece_at("k", 2, 4, ("d", 4), ("e", 4))]
+    assert sent_as(twice) == [("qk", True)]
+    assert sent_as([twice[0], piece_at("k", 2, 4, ("d", 4), ("e", 5))]) == [("q", True), ("k", False)]
 
 
 def test_room_is_shared_by_load_and_never_more_than_there_is():
