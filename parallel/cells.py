@@ -7,13 +7,14 @@ rank hold all of it and the same kinds want all of it. Looks at kinds of ranks o
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import ge, le
 
 from hybridflow.parallel.arithmetic import ceil_div
-from hybridflow.parallel.box import Box
+from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.routes import Turn
-from hybridflow.parallel.shard_map import ShardMap
+from hybridflow.parallel.shard_map import Division, ShardMap
 
 Kind = Hashable
 
@@ -21,8 +22,17 @@ MIN_CUT = 1 << 14  # elements: less is not worth a message more
 CUT_PRECISION = 8  # turns may be longer or shorter than they should by one in so many
 
 
-# The kinds of rank that have a box, and at which places of their list of shards.
-Owners = dict[Kind, tuple[int, ...]]
+@dataclass(frozen=True)
+class Placed:
+    """A shard and its place in its owner's list; where shards are divided, that of the whole one and the number of the
+    part.
+    """
+
+    place: tuple[int, int]
+    shard: Shard
+
+
+Owners = dict[Kind, tuple[Placed, ...]]  # the kinds of rank that have a box, and in which of their shards
 
 
 @dataclass(frozen=True)
@@ -67,12 +77,31 @@ def find_cells(src: ShardMap, dst: ShardMap) -> list[Cell]:
     return cells
 
 
+def divided(cells: Iterable[Cell], division: Division) -> Iterator[Cell]:
+    """Cells of `division.whole` as those of the parts that its shards were divided into.
+
+    Only shards that hold one of these cells are looked at.
+    """
+    pieces_of: dict[Hashable, _RowIndex] = {}
+    for cell in cells:
+        whole = tuple((kind, placed.place[0]) for kind, all_placed in cell.holders.items() for placed in all_placed)
+        if whole not in pieces_of:
+            pieces_of[whole] = _RowIndex(disjoint(_boxes_of_parts(whole, division)))
+        parts = pieces_of[whole].parts(cell.box)
+        assert sum(box.numel for _, box in parts) == cell.box.numel, cell
+        for piece, box in parts:
+            yield Cell(box, piece.owners, cell.wanters)
+
+
 def in_turns(cells: Sequence[Cell], num_turns: int) -> Iterator[tuple[Turn, Cell]]:
     """Cells in their order, each with its turn: turns are equally long stretches of all elements, end to end.
 
     A cell that reaches over the end of a turn is cut there, unless that would cut off little. Fewer turns than asked
     for are made of little.
     """
+    if num_turns == 1:
+        yield from ((Turn(0, 1), cell) for cell in cells)
+        return
     total = sum(cell.box.numel for cell in cells)
     num_turns = min(num_turns, max(len(cells), total // MIN_CUT))
     grain = max(MIN_CUT, total // (num_turns * CUT_PRECISION))
@@ -116,7 +145,18 @@ def _boxes(shard_map: ShardMap) -> dict[str, dict[Box, Owners]]:
     for kind, ranks in shard_map.kinds.items():
         for place, shard in enumerate(shard_map.shards(ranks[0])):
             owners = found.setdefault(shard.box.name, {}).setdefault(shard.box, {})
-            owners[kind] = (*owners.get(kind, ()), place)
+            owners[kind] = (*owners.get(kind, ()), Placed((place, 0), shard))
+    return found
+
+
+def _boxes_of_parts(whole: Iterable[tuple[Kind, int]], division: Division) -> dict[Box, Owners]:
+    """The distinct boxes of the parts of these shards, each a kind and a place in its list, and who has them."""
+    found: dict[Box, Owners] = {}
+    for kind, place in whole:
+        for owner, shards in division.parts_of(kind, place).items():
+            for number, shard in enumerate(shards):
+                owners = found.setdefault(shard.box, {})
+                owners[owner] = (*owners.get(owner, ()), Placed((place, number), shard))
     return found
 
 
@@ -193,6 +233,10 @@ def _lost(piece: Piece, found: list[Cell], dst: ShardMap) -> list[str]:
     return [f"{part.name}[{part.lo}:{part.hi}] wanted by rank {rank}" for part in missing]
 
 
+def _contains(box: Box, part: Box) -> bool:
+    return all(map(le, box.lo, part.lo)) and all(map(ge, box.hi, part.hi))
+
+
 class _RowIndex:
     """The disjoint pieces of one tensor, found by their extent along the first dim.
 
@@ -215,8 +259,9 @@ class _RowIndex:
         for ends, lane in self._lanes:
             place = bisect_right(ends, box.lo[0])
             while place < len(lane) and lane[place].box.lo[0] < box.hi[0]:
-                common = box.intersect(lane[place].box)
+                piece = lane[place]
+                common = piece.box if _contains(box, piece.box) else box.intersect(piece.box)
                 if common is not None:
-                    found.append((lane[place], common))
+                    found.append((piece, common))
                 place += 1
         return found if len(self._lanes) == 1 else sorted(found, key=lambda each: each[1].lo)

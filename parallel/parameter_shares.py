@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from hybridflow.parallel.box import Shard
 from hybridflow.parallel.mesh import Mesh
-from hybridflow.parallel.shard_map import ShardMap
+from hybridflow.parallel.shard_map import Division, ShardMap
 from hybridflow.parallel.state_map import FlatLayout, FlatPlace, parts_in_share, position
 
-Kind = tuple[int, int, int]  # of ranks with the same share: (tp, pp, number of the share)
+ModelKind = tuple[int, int]  # of ranks with the same weights: (tp, pp)
+Kind = tuple[int, int, int]  # of ranks with the same share of them: (tp, pp, number of the share)
 
 
 def share_storage(bucket: int) -> str:
@@ -37,6 +38,10 @@ def share_map(weights: ShardMap, mine: FlatLayout, mesh: Mesh, sharded: bool) ->
     """
     layouts = _gather(mine, mesh)
 
+    def model_kind_of(rank: int) -> ModelKind:
+        at = mesh.grid.coord(rank)
+        return at.tp, at.pp
+
     def kind_of(rank: int) -> Kind:
         at = mesh.grid.coord(rank)
         return at.tp, at.pp, at.dp * mesh.layout.cp + at.cp if sharded else 0  # as `Mesh.data` orders its ranks
@@ -46,7 +51,14 @@ def share_map(weights: ShardMap, mine: FlatLayout, mesh: Mesh, sharded: bool) ->
         return [shard for weight in weights.shards(rank)
                 for shard in _in_share(weight, layouts[tp, pp].get(weight.storage), share)]
 
-    return ShardMap(weights.shapes, weights.ranks, shards_of, kind_of)
+    def parts_of(kind: ModelKind, place: int) -> dict[Kind, list[Shard]]:
+        weight = whole.shards(whole.kinds[kind][0])[place]
+        home = layouts[kind].get(weight.storage)
+        return {(*kind, share): _in_share(weight, home, share) for share in _shares_with(weight, home, num_shares)}
+
+    whole = ShardMap(weights.shapes, weights.ranks, lambda rank: list(weights.shards(rank)), model_kind_of)
+    num_shares = mesh.layout.dp * mesh.layout.cp if sharded else 1
+    return ShardMap(weights.shapes, weights.ranks, shards_of, kind_of, Division(whole, parts_of))
 
 
 def _gather(mine: FlatLayout, mesh: Mesh) -> dict[tuple[int, int], FlatLayout]:
@@ -60,11 +72,24 @@ def _gather(mine: FlatLayout, mesh: Mesh) -> dict[tuple[int, int], FlatLayout]:
     return dict(gathered)
 
 
+def _shares_with(weight: Shard, place: FlatPlace | None, num_shares: int) -> range:
+    """The numbers of the shares that have some of a parameter; of a frozen one all ranks have all."""
+    if place is None:
+        return range(num_shares)
+    first, last = (place.first + position(weight, at) for at in (weight.box.lo, [hi - 1 for hi in weight.box.hi]))
+    return range(first // _size(place), last // _size(place) + 1)
+
+
 def _in_share(weight: Shard, place: FlatPlace | None, share: int) -> list[Shard]:
     """What the share with this number has of a parameter; a frozen parameter's shard as it is."""
     if place is None:
         return [weight]
-    size = place.end - place.start
+    size = _size(place)
     mine = replace(place, start=share * size, end=(share + 1) * size)
     return [Shard(part, share_storage(place.bucket), place.first + position(weight, part.lo) - mine.start,
                   weight.strides) for part in parts_in_share(weight, mine)]
+
+
+def _size(place: FlatPlace) -> int:
+    """Elements of a share of the bucket."""
+    return place.end - place.start

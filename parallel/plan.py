@@ -7,14 +7,14 @@ there are is `cells`', who sends them is `routes`'.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from hybridflow.parallel.box import Box, Shard
-from hybridflow.parallel.cells import Cell, Kind, Owners, disjoint, find_cells, in_turns
+from hybridflow.parallel.cells import Cell, Kind, Owners, disjoint, divided, find_cells, in_turns
 from hybridflow.parallel.nodes import ONE_NODE, Nodes
-from hybridflow.parallel.routes import Edge, Routes, Turn
+from hybridflow.parallel.routes import Edge, Routes, Turn, Wanting
 from hybridflow.parallel.shard_map import ShardMap
 
 
@@ -44,7 +44,8 @@ class TransferPlan:
     that a few holders are no funnel.
 
     A rank's part is worked out when it is asked for, and nobody else's: what is made for all ranks at once is an index
-    of cells, whose size is that of the distinct boxes.
+    of cells, whose size is that of the distinct boxes. Where the source map is divided, that is an index of the whole
+    one, and of its cells only those that the rank holds a part of or wants are divided.
 
     Example: tp2 -> tp1 dp2 of an 8 x 6 matrix: each of the two ranks receives the 4 x 6 half that the other holds.
     """
@@ -57,11 +58,10 @@ class TransferPlan:
         """
         self.src, self.dst, self.nodes = src, dst, nodes
         self._by_rank: dict[int, tuple[Copy, ...]] = {}
-        groups: dict[tuple[tuple[Kind, ...], tuple[Kind, ...]], list[Cell]] = defaultdict(list)
-        for cell in find_cells(src, dst):
-            groups[tuple(cell.holders), tuple(cell.wanters)].append(cell)
-        self._groups = [_Group(holders, wanters, cells, src, dst, nodes)
-                        for (holders, wanters), cells in groups.items()]
+        self._wishes: dict[frozenset[Kind], _Wish] = {}
+        self._whole = src if src.division is None else src.division.whole
+        self._regions = [_Region(holders, wanters, cells)
+                         for (holders, wanters), cells in _by_owners(find_cells(self._whole, dst)).items()]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -79,7 +79,8 @@ class TransferPlan:
         Both ends of a wire list its copies of a hop in the same order: that of the sender's shards.
         """
         if rank not in self._by_rank:
-            placed = [found for group in self._groups for found in group.copies(rank)]
+            placed = [found for region in self._regions if self._concerns(region, rank)
+                      for group in self._groups(region) for found in group.copies(rank)]
             placed.sort(key=lambda each: (each[0].hop, each[1], each[0].box.name, each[0].box.lo))
             self._by_rank[rank] = tuple(copy for copy, _ in placed)
         return self._by_rank[rank]
@@ -96,48 +97,103 @@ class TransferPlan:
         """(source, destination) of every wire that ends at `rank`: one for each direction and peer."""
         return {(c.source, c.dest) for c in self.of_rank(rank) if c.source != c.dest}
 
+    def _concerns(self, region: _Region, rank: int) -> bool:
+        """Whether `rank` may hold some of the region, or wants it."""
+        return (rank in self.src and self._whole.kind_by_rank[rank] in region.holders
+                or rank in self.dst and self.dst.kind_by_rank[rank] in region.wanters)
+
+    def _groups(self, region: _Region) -> list[_Group]:
+        if region.groups is None:
+            wish = self._wishes.setdefault(frozenset(region.wanters),
+                                           _Wish(region.wanters, self.src, self.dst, self.nodes))
+            cells = region.cells if self.src.division is None else divided(region.cells, self.src.division)
+            region.groups = [_Group(holders, cells, wish) for (holders, _), cells in _by_owners(cells).items()]
+        return region.groups
+
+
+def _by_owners(cells: Iterable[Cell]) -> dict[tuple[tuple[Kind, ...], tuple[Kind, ...]], list[Cell]]:
+    """Cells by who holds and who wants them."""
+    groups: dict[tuple[tuple[Kind, ...], tuple[Kind, ...]], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        groups[tuple(cell.holders), tuple(cell.wanters)].append(cell)
+    return groups
+
+
+@dataclass
+class _Region:
+    """All cells that the same kinds hold and the same kinds want, where the source map is not divided yet.
+
+    Attributes:
+        groups: of the cells, divided; None as long as nobody has asked for them.
+    """
+
+    holders: tuple[Kind, ...]
+    wanters: tuple[Kind, ...]
+    cells: list[Cell]
+    groups: list[_Group] | None = None
+
+
+class _Wish:
+    """What the same kinds want, whoever holds it."""
+
+    def __init__(self, wanters: tuple[Kind, ...], src: ShardMap, dst: ShardMap, nodes: Nodes) -> None:
+        self._wanters, self.src, self.dst, self.nodes = wanters, src, dst, nodes
+
+    @cached_property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(rank for kind in self._wanters for rank in self.dst.kinds[kind])
+
+    def routes(self, holders: frozenset[int]) -> Routes | None:
+        """From these holders; None where nobody else wants it."""
+        if self.ranks <= holders:
+            return None
+        passing = not any(self.src.shards(rank) for rank in self._in_source if rank not in holders)
+        return Routes(holders, self._wanting, self.nodes, passing=passing)
+
+    @cached_property
+    def _wanting(self) -> Wanting:
+        return Wanting(self.ranks, self.nodes)
+
+    @cached_property
+    def _in_source(self) -> list[int]:
+        return [rank for rank in self.ranks if rank in self.src]
+
 
 class _Group:
     """All cells that the same kinds hold and the same kinds want: they have their routes in common."""
 
-    def __init__(self, holders: tuple[Kind, ...], wanters: tuple[Kind, ...], cells: list[Cell], src: ShardMap,
-                 dst: ShardMap, nodes: Nodes) -> None:
-        self._holders, self._wanters, self._cells = frozenset(holders), frozenset(wanters), cells
-        self._src, self._dst, self._nodes = src, dst, nodes
+    def __init__(self, holders: tuple[Kind, ...], cells: list[Cell], wish: _Wish) -> None:
+        self._cells, self._wish = cells, wish
+        self._holders = frozenset(rank for kind in holders for rank in wish.src.kinds[kind])
 
-    def copies(self, rank: int) -> Iterator[tuple[Copy, int]]:
+    def copies(self, rank: int) -> Iterator[tuple[Copy, tuple[int, int]]]:
         """The copies that `rank` takes part in, each with the place of its source's shard in the source's list."""
-        holds = rank in self._src and self._src.kind_of(rank) in self._holders
-        wants = rank in self._dst and self._dst.kind_of(rank) in self._wanters
+        holds, wants = rank in self._holders, rank in self._wish.ranks
         if holds and wants:
             for cell in self._cells:
                 yield self._copy(cell, Edge(rank, rank, 0))
-        if (holds or wants) and self._demanders:
+        if (holds or wants) and self._routes is not None:
             for turn, cells in self._turns.items():
                 for edge in self._routes.edges(rank, turn):
                     for cell in cells:
                         yield self._copy(cell, edge)
 
-    def _copy(self, cell: Cell, edge: Edge) -> tuple[Copy, int]:
-        owners, shard_map = (cell.holders, self._src) if edge.hop == 0 else (cell.wanters, self._dst)
-        place = owners[shard_map.kind_of(edge.source)][0]
-        wanted = self._dst.shards(edge.dest)
-        shards = tuple(wanted[at] for at in cell.wanters[self._dst.kind_of(edge.dest)])
-        return Copy(edge.source, edge.dest, cell.box, shard_map.shards(edge.source)[place], shards, edge.hop), place
+    def _copy(self, cell: Cell, edge: Edge) -> tuple[Copy, tuple[int, int]]:
+        wanters, kinds = cell.wanters, self._wish.dst.kind_by_rank
+        if edge.hop == 0:
+            source = cell.holders[self._wish.src.kind_by_rank[edge.source]][0]
+        else:
+            source = wanters[kinds[edge.source]][0]
+        shards = tuple(placed.shard for placed in wanters[kinds[edge.dest]])
+        return Copy(edge.source, edge.dest, cell.box, source.shard, shards, edge.hop), source.place
 
     @cached_property
-    def _demanders(self) -> frozenset[int]:
-        wanting = {rank for kind in self._wanters for rank in self._dst.kinds[kind]}
-        return frozenset(wanting.difference(*(self._src.kinds[kind] for kind in self._holders)))
-
-    @cached_property
-    def _routes(self) -> Routes:
-        holders = [rank for kind in self._holders for rank in self._src.kinds[kind]]
-        return Routes(holders, self._demanders, self._nodes,
-                      passing=not any(self._src.shards(rank) for rank in self._demanders))
+    def _routes(self) -> Routes | None:
+        return self._wish.routes(self._holders)
 
     @cached_property
     def _turns(self) -> dict[Turn, list[Cell]]:
+        assert self._routes is not None
         turns: dict[Turn, list[Cell]] = defaultdict(list)
         for turn, cell in in_turns(self._cells, self._routes.num_turns):
             turns[turn].append(cell)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,6 +14,21 @@ def _alone(rank: int) -> Hashable:
 
 
 @dataclass(frozen=True)
+class Division:
+    """How a map comes from one of fewer, larger shards, whose ranks have divided them among themselves.
+
+    Attributes:
+        whole: the map of the same ranks before. Ranks of one kind of the divided map are of one kind there too, and the
+            ranks of a kind have between them all of its shards.
+        parts_of: the parts that a shard was divided into, from a kind of `whole` and the place of the shard in its
+            list: for each kind of the divided map which has some of it, its shards in the order of its list.
+    """
+
+    whole: ShardMap
+    parts_of: Callable[[Hashable, int], Mapping[Hashable, Sequence[Shard]]]
+
+
+@dataclass(frozen=True)
 class ShardMap:
     """Canonical shapes, and a function from a rank to the shards it holds.
 
@@ -22,6 +37,8 @@ class ShardMap:
 
     Args:
         kind_of: the kind of a rank; by default every rank is of its own.
+        division: where this is known, plans look only at the shards of others that a rank has to do with. `shards_of`
+            must agree with it: a rank has its parts of the first shard of the whole map, then those of the second, ...
     Example: `ShardMap({"w": (8, 6)}, (0, 1), lambda r: [Shard.of_rows(Box("w", (4*r, 0), (4*r+4, 6)), "w")])`.
     """
 
@@ -29,6 +46,7 @@ class ShardMap:
     ranks: tuple[int, ...]
     shards_of: Callable[[int], list[Shard]]
     kind_of: Callable[[int], Hashable] = _alone
+    division: Division | None = None
     _kept: dict[Hashable, tuple[Shard, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -38,6 +56,11 @@ class ShardMap:
         for rank in self.ranks:
             members.setdefault(self.kind_of(rank), []).append(rank)
         return {kind: tuple(sorted(ranks)) for kind, ranks in members.items()}
+
+    @cached_property
+    def kind_by_rank(self) -> dict[int, Hashable]:
+        """As `kind_of`, for who asks about many ranks."""
+        return {rank: kind for kind, ranks in self.kinds.items() for rank in ranks}
 
     @cached_property
     def _members(self) -> frozenset[int]:

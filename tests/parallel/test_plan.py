@@ -16,7 +16,7 @@ from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.mesh import Grid, Layout
 from hybridflow.parallel.nodes import ONE_NODE, Nodes
 from hybridflow.parallel.plan import Copy, TransferPlan, lower_bound_numel
-from hybridflow.parallel.routes import Deal, Turn
+from hybridflow.parallel.routes import Deal, Parties, Turn
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.shard_map import ShardMap
 
@@ -234,7 +234,7 @@ def test_planning_looks_at_a_few_boxes_for_each_copy(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("givers", "parties"), [*product(range(1, 8), range(1, 8))])
 def test_deals_are_even_over_their_turns(givers: int, parties: int):
-    deal = Deal(tuple(range(givers)), tuple((100 + party,) for party in range(parties)), passing=False)
+    deal = Deal(tuple(range(givers)), Parties([(100 + party,) for party in range(parties)]), passing=False)
     turns = [Turn(index, deal.num_turns) for index in range(deal.num_turns)]
     assert {sum(len(list(deal.sent(giver, turn))) for turn in turns) for giver in range(givers)} == {
         parties * deal.num_turns // givers}
