@@ -22,7 +22,7 @@ MIN_CUT = 1 << 14  # elements: less is not worth a message more
 CUT_PRECISION = 8  # turns may be longer or shorter than they should by one in so many
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placed:
     """A shard and its place in its owner's list; where shards are divided, that of the whole one and the number of the
     part.
@@ -35,7 +35,7 @@ class Placed:
 Owners = dict[Kind, tuple[Placed, ...]]  # the kinds of rank that have a box, and in which of their shards
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A region inside every box that it touches, and who has it; the pieces of one tensor are disjoint."""
 
@@ -43,7 +43,7 @@ class Piece:
     owners: Owners = field(repr=False, compare=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """`box` lies in one source piece, whose `holders` have it, and in one destination piece, whose `wanters` want it.
 
@@ -86,7 +86,7 @@ def divided(cells: Iterable[Cell], division: Division) -> Iterator[Cell]:
     for cell in cells:
         whole = tuple((kind, placed.place[0]) for kind, all_placed in cell.holders.items() for placed in all_placed)
         if whole not in pieces_of:
-            pieces_of[whole] = _RowIndex(disjoint(_boxes_of_parts(whole, division)))
+            pieces_of[whole] = _RowIndex(_pieces_of_parts(whole, division))
         parts = pieces_of[whole].parts(cell.box)
         assert sum(box.numel for _, box in parts) == cell.box.numel, cell
         for piece, box in parts:
@@ -149,15 +149,17 @@ def _boxes(shard_map: ShardMap) -> dict[str, dict[Box, Owners]]:
     return found
 
 
-def _boxes_of_parts(whole: Iterable[tuple[Kind, int]], division: Division) -> dict[Box, Owners]:
-    """The distinct boxes of the parts of these shards, each a kind and a place in its list, and who has them."""
+def _pieces_of_parts(whole: Sequence[tuple[Kind, int]], division: Division) -> list[Piece]:
+    """Of the parts of these shards, each a kind and a place in its list; in ascending order."""
+    owned = [(owner, Placed((place, number), shard)) for kind, place in whole
+             for owner, shards in division.parts_of(kind, place).items() for number, shard in enumerate(shards)]
+    if len(whole) == 1 and len({placed.shard.box.lo for _, placed in owned}) == len(owned):  # disjoint and in order
+        return [Piece(placed.shard.box, {owner: (placed,)}) for owner, placed in owned]
     found: dict[Box, Owners] = {}
-    for kind, place in whole:
-        for owner, shards in division.parts_of(kind, place).items():
-            for number, shard in enumerate(shards):
-                owners = found.setdefault(shard.box, {})
-                owners[owner] = (*owners.get(owner, ()), Placed((place, number), shard))
-    return found
+    for owner, placed in owned:
+        owners = found.setdefault(placed.shard.box, {})
+        owners[owner] = (*owners.get(owner, ()), placed)
+    return disjoint(found)
 
 
 def _clusters(boxes: list[Box]) -> Iterator[list[Box]]:

@@ -6,12 +6,15 @@ metadata but for one exchange of layouts; it never holds a tensor and never step
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from operator import add
 
 import torch.distributed as dist
 
-from hybridflow.parallel.box import Shard
-from hybridflow.parallel.mesh import Mesh
+from hybridflow.parallel.box import Box, Shard
+from hybridflow.parallel.mesh import Grid, Mesh
 from hybridflow.parallel.shard_map import Division, ShardMap
 from hybridflow.parallel.state_map import FlatLayout, FlatPlace, parts_in_share, position
 
@@ -36,15 +39,20 @@ def share_map(weights: ShardMap, mine: FlatLayout, mesh: Mesh, sharded: bool) ->
         canonical tensors under their own names, in storages under `share_storage`. Ranks with the same share of the
         same weights are of one kind; a share of a matrix is at most three boxes.
     """
-    layouts = _gather(mine, mesh)
+    return divided_map(weights, _gather(mine, mesh), mesh.grid, sharded)
+
+
+def divided_map(weights: ShardMap, layouts: Mapping[ModelKind, FlatLayout], grid: Grid, sharded: bool) -> ShardMap:
+    """As `share_map`, for who knows the layout of the first data-parallel rank of each (tp, pp)."""
+    num_shares = grid.layout.dp * grid.layout.cp if sharded else 1
 
     def model_kind_of(rank: int) -> ModelKind:
-        at = mesh.grid.coord(rank)
+        at = grid.coord(rank)
         return at.tp, at.pp
 
     def kind_of(rank: int) -> Kind:
-        at = mesh.grid.coord(rank)
-        return at.tp, at.pp, at.dp * mesh.layout.cp + at.cp if sharded else 0  # as `Mesh.data` orders its ranks
+        at = grid.coord(rank)
+        return at.tp, at.pp, at.dp * grid.layout.cp + at.cp if sharded else 0  # as `Mesh.data` orders its ranks
 
     def shards_of(rank: int) -> list[Shard]:
         tp, pp, share = kind_of(rank)
@@ -54,10 +62,13 @@ def share_map(weights: ShardMap, mine: FlatLayout, mesh: Mesh, sharded: bool) ->
     def parts_of(kind: ModelKind, place: int) -> dict[Kind, list[Shard]]:
         weight = whole.shards(whole.kinds[kind][0])[place]
         home = layouts[kind].get(weight.storage)
-        return {(*kind, share): _in_share(weight, home, share) for share in _shares_with(weight, home, num_shares)}
+        if home is None:  # frozen
+            return {(*kind, share): [weight] for share in range(num_shares)}
+        alike = Shard(Box.whole("", weight.box.shape), "", weight.offset, weight.strides)
+        return {(*kind, share): [_moved(part, weight.box) for part in parts] for share, parts in divide(alike, home)}
 
+    divide = cache(_by_share)  # layers, and what tensor ranks have of them, are much alike
     whole = ShardMap(weights.shapes, weights.ranks, lambda rank: list(weights.shards(rank)), model_kind_of)
-    num_shares = mesh.layout.dp * mesh.layout.cp if sharded else 1
     return ShardMap(weights.shapes, weights.ranks, shards_of, kind_of, Division(whole, parts_of))
 
 
@@ -72,12 +83,17 @@ def _gather(mine: FlatLayout, mesh: Mesh) -> dict[tuple[int, int], FlatLayout]:
     return dict(gathered)
 
 
-def _shares_with(weight: Shard, place: FlatPlace | None, num_shares: int) -> range:
-    """The numbers of the shares that have some of a parameter; of a frozen one all ranks have all."""
-    if place is None:
-        return range(num_shares)
+def _by_share(weight: Shard, place: FlatPlace) -> list[tuple[int, list[Shard]]]:
+    """What shares have of a parameter, each with its number; those that have nothing of it are left out."""
     first, last = (place.first + position(weight, at) for at in (weight.box.lo, [hi - 1 for hi in weight.box.hi]))
-    return range(first // _size(place), last // _size(place) + 1)
+    size = _size(place)
+    return [(share, _in_share(weight, place, share)) for share in range(first // size, last // size + 1)]
+
+
+def _moved(part: Shard, box: Box) -> Shard:
+    """A part of the box at the origin, as that of `box`."""
+    lo, hi = tuple(map(add, box.lo, part.box.lo)), tuple(map(add, box.lo, part.box.hi))
+    return Shard(Box(box.name, lo, hi), part.storage, part.offset, part.strides)
 
 
 def _in_share(weight: Shard, place: FlatPlace | None, share: int) -> list[Shard]:

@@ -7,7 +7,7 @@ there are is `cells`', who sends them is `routes`'.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from hybridflow.parallel.routes import Edge, Routes, Turn, Wanting
 from hybridflow.parallel.shard_map import ShardMap
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Copy:
     """`box` goes from where `source` keeps it to every place where `dest` wants it (source == dest: no wire).
 
@@ -60,8 +60,10 @@ class TransferPlan:
         self._by_rank: dict[int, tuple[Copy, ...]] = {}
         self._wishes: dict[frozenset[Kind], _Wish] = {}
         self._whole = src if src.division is None else src.division.whole
-        self._regions = [_Region(holders, wanters, cells)
-                         for (holders, wanters), cells in _by_owners(find_cells(self._whole, dst)).items()]
+        regions: dict[tuple[tuple[Kind, ...], tuple[Kind, ...]], list[Cell]] = defaultdict(list)
+        for cell in find_cells(self._whole, dst):
+            regions[tuple(cell.holders), tuple(cell.wanters)].append(cell)
+        self._regions = [_Region(holders, wanters, cells) for (holders, wanters), cells in regions.items()]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -107,16 +109,11 @@ class TransferPlan:
             wish = self._wishes.setdefault(frozenset(region.wanters),
                                            _Wish(region.wanters, self.src, self.dst, self.nodes))
             cells = region.cells if self.src.division is None else divided(region.cells, self.src.division)
-            region.groups = [_Group(holders, cells, wish) for (holders, _), cells in _by_owners(cells).items()]
+            by_holders: dict[tuple[Kind, ...], list[Cell]] = defaultdict(list)
+            for cell in cells:
+                by_holders[tuple(cell.holders)].append(cell)
+            region.groups = [_Group(holders, cells, wish) for holders, cells in by_holders.items()]
         return region.groups
-
-
-def _by_owners(cells: Iterable[Cell]) -> dict[tuple[tuple[Kind, ...], tuple[Kind, ...]], list[Cell]]:
-    """Cells by who holds and who wants them."""
-    groups: dict[tuple[tuple[Kind, ...], tuple[Kind, ...]], list[Cell]] = defaultdict(list)
-    for cell in cells:
-        groups[tuple(cell.holders), tuple(cell.wanters)].append(cell)
-    return groups
 
 
 @dataclass

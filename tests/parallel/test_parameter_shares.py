@@ -1,15 +1,25 @@
 """Shares of the parameters as a source: sent on after a step without an all-gather, they make the same weights."""
 
 import math
+from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 
+from hybridflow.models.config import Family, Head, ModelConfig
+from hybridflow.models.weights import decoder_shard_map
+from hybridflow.parallel.arithmetic import ceil_div
 from hybridflow.parallel.gradients import MainGrads
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
+from hybridflow.parallel.nodes import ONE_NODE, Nodes
 from hybridflow.parallel.optimizer import AdamWSettings, LrSchedule, ShardedAdamW
-from hybridflow.parallel.parameter_shares import share_map, share_storage
-from hybridflow.parallel.plan import TransferPlan
+from hybridflow.parallel.parameter_shares import divided_map, share_map, share_storage
+from hybridflow.parallel.plan import Copy, TransferPlan, lower_bound_numel
+from hybridflow.parallel.shard_map import ShardMap
+from hybridflow.parallel.share import with_training
+from hybridflow.parallel.state_map import FlatLayout, FlatPlace
 from hybridflow.parallel.transfer import execute
 from hybridflow.parallel.world import World
 from tests.parallel.toy_replica import MICRO_BATCHES, SHAPES, ToyStage, toy_shard_map
@@ -25,7 +35,7 @@ def made(mesh: Mesh, dtype: torch.dtype, zero_stage: int, offload: bool) -> tupl
     return stage, ShardedAdamW(main, mesh.model, SETTINGS, LrSchedule(0.05), offload=offload)
 
 
-def accumulate(stage: ToyStage, optimizer: ShardedAdamW, step: int, spoilt: bool) -> None:
+def add_up(stage: ToyStage, optimizer: ShardedAdamW, step: int, spoilt: bool) -> None:
     optimizer.zero_grad()
     for micro_batch in range(MICRO_BATCHES):
         (stage.loss(step, micro_batch) * (math.nan if spoilt else 1.0)).backward()
@@ -43,8 +53,8 @@ def shares_make_the_gathered_weights(world: World, layout: Layout, zero_stage: i
     plan = TransferPlan(source, weights)
     received = 0
     for step in range(3):
-        accumulate(stage, optimizer, step, spoilt=step == 1)
-        accumulate(gathered, reference, step, spoilt=step == 1)
+        add_up(stage, optimizer, step, spoilt=step == 1)
+        add_up(gathered, reference, step, spoilt=step == 1)
         info = optimizer.begin()
         assert repr(info) == repr(reference.step()) and info.skipped is (step == 1)  # a norm of NaN equals nothing
         places = range(len(optimizer.shares))
@@ -107,10 +117,51 @@ def test_frozen_parameters_stay_where_they_are() -> None:
     assert {shard.storage for shard in shards if shard.box.name != "norm"} <= {share_storage(i) for i in range(4)}
 
 
+def flat_layout(weights: ShardMap, rank: int, num_shares: int) -> FlatLayout:
+    """Three parameters to a bucket, last ones first; shares end anywhere, and the final norm is frozen."""
+    sizes: Counter[str] = Counter()
+    for shard in weights.shards(rank):
+        sizes[shard.storage] += shard.box.numel
+    names = [name for name in reversed(sizes) if name != "norm.weight"]
+    layout = {}
+    for bucket, start in enumerate(range(0, len(names), 3)):
+        ends = list(accumulate(sizes[name] for name in names[start : start + 3]))
+        for name, first in zip(names[start : start + 3], [0, *ends]):
+            layout[name] = FlatPlace(bucket, first, 0, ceil_div(ends[-1], num_shares))
+    return layout
+
+
+def by_wire(plan: TransferPlan, rank: int) -> dict[tuple[int, int, int], list[Copy]]:
+    wires: dict[tuple[int, int, int], list[Copy]] = defaultdict(list)
+    for copy in plan.of_rank(rank):
+        wires[copy.source, copy.dest, copy.hop].append(copy)
+    return wires
+
+
+@pytest.mark.parametrize(("tied", "sharded", "generation", "nodes"), [
+    (False, True, Layout(tp=4, dp=6), Nodes(4)), (True, True, Layout(tp=1, dp=24), Nodes(8)),
+    (True, True, Layout(tp=2, dp=12), ONE_NODE), (True, False, Layout(tp=4, dp=6), Nodes(4)),
+])
+def test_a_plan_of_divided_parameters_is_that_of_all_shares(tied: bool, sharded: bool, generation: Layout,
+                                                            nodes: Nodes) -> None:
+    model = ModelConfig(Family.LLAMA, 52, 16, 24, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=4,
+                        tie_word_embeddings=tied)
+    grid = Grid.of(Layout(tp=2, pp=2, dp=3, cp=2))
+    weights = decoder_shard_map(model, grid, Head.LANGUAGE_MODEL)
+    wanted = with_training(decoder_shard_map(model, Grid.of(generation), Head.LANGUAGE_MODEL), weights)
+    layouts = {kind: flat_layout(weights, ranks[0], 6 if sharded else 1) for kind, ranks in weights.kinds.items()}
+    shares = divided_map(weights, layouts, grid, sharded)
+    plan = TransferPlan(shares, wanted, nodes)
+    plain = TransferPlan(replace(shares, division=None), wanted, nodes)
+    for rank in grid.ranks:
+        assert by_wire(plan, rank) == by_wire(plain, rank)
+        assert plan.received_numel(rank) == lower_bound_numel(shares, wanted, rank)
+
+
 def test_gradients_are_kept_until_every_bucket_has_stepped() -> None:
     mesh = Mesh(Grid.of(Layout()), World.single(torch.device("cpu")))
     stage, optimizer = made(mesh, torch.float32, 0, offload=False)
-    accumulate(stage, optimizer, 0, spoilt=False)
+    add_up(stage, optimizer, 0, spoilt=False)
     optimizer.begin()
     optimizer.step_bucket(0)
     with pytest.raises(AssertionError, match="have not stepped"):
