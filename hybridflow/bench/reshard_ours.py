@@ -65,7 +65,7 @@ def raw_wire(plan: TransferPlan, world: World, far: Nodes | None = None) -> Call
         if copy.source != copy.dest and (far is None or far.of(copy.source) != far.of(copy.dest)):
             outgoing[copy.dest] += copy.box.numel * (copy.source == world.rank)
             incoming[copy.source] += copy.box.numel * (copy.dest == world.rank)
-    messages = [(operation, torch.zeros(numel, dtype=DTYPE), peer)
+    messages = [(operation, torch.ones(numel, dtype=DTYPE), peer)  # zeros may all be one page, which is read for free
                 for operation, sizes in ((dist.irecv, incoming), (dist.isend, outgoing))
                 for peer, numel in sorted(sizes.items()) if numel]
 

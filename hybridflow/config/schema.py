@@ -170,7 +170,7 @@ class GenerationConfig:
     """Responses that one replica decodes at once. Memory and speed only. null: 256."""
     kv_cache_mb: int = 4096
     """Largest key/value cache of one rank, in MiB; fewer responses are decoded at once where it would not do."""
-    reshard_bucket_mb: int = 64
+    reshard_bucket_mb: int = 256
     """Largest piece in flight while weights move to the generation layout, in MiB."""
     weights: GenerationWeights | None = None
     """shared (with training) | packed (a copy; train.offload.roles needs it). null: packed in fp32 or fp64 on a CPU."""
