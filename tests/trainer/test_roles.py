@@ -39,9 +39,10 @@ CUTS = [
 ]
 
 
-def learner(world: World, cut: tuple[Layout, bool, MicroBatching], head: Head, reduction: Reduction) -> TrainedRole:
+def learner(world: World, cut: tuple[Layout, bool, MicroBatching], head: Head, reduction: Reduction,
+            num_layers: int = 4) -> TrainedRole:
     layout, sequence_parallel, at_once = cut
-    engine = train_engine(world, layout, tiny_model(), head, sequence_parallel=sequence_parallel)
+    engine = train_engine(world, layout, tiny_model(num_layers=num_layers), head, sequence_parallel=sequence_parallel)
     return TrainedRole(engine, at_once, at_once, reduction)
 
 
@@ -139,7 +140,7 @@ def losses_of(world: World, cuts: list) -> list[tuple]:
         for name, (responses, losses, values) in BY_HAND.items():
             for kind in values:
                 reduction = Reduction(kind, 6 if kind is LossReduction.CONSTANT_LENGTH else None)
-                role = learner(world, cut, Head.VALUE, reduction)
+                role = learner(world, cut, Head.VALUE, reduction, num_layers=1)  # these losses ask no model
                 update = role.update(batch_of(world, responses, losses), range(len(responses)), given_loss)
                 results.append((name, kind, number, update.sums["loss"], update.step.grad_norm))
     return results
