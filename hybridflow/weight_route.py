@@ -45,15 +45,15 @@ class Route:
         """`src` has its shards in parameters (of `layout`'s names) or in shares of buckets.
 
         Raises:
-            IntegrityError: the plan, where it is checked, does not bring each element once.
+            IntegrityError: the plan, where it is checked, does not bring each element once to some rank.
         """
         self.plan = TransferPlan(src, dst, world.nodes)
+        self._check = None if check is ReshardCheck.OFF else TransferCheck(src, dst, self.plan, world, wire_dtype)
         self._transfer = Transfer(self.plan, world, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes)
         bucket_of = _buckets(layout)
         self.steps = tuple(tuple(sorted({bucket_of[name] for name in self._transfer.sources(number)
                                          if name in bucket_of})) for number in range(self.num_rounds))
         self._which = check
-        self._check = None if check is ReshardCheck.OFF else TransferCheck(src, dst, self.plan, world, wire_dtype)
         self.lower_bound_bytes = lower_bound_numel(src, dst, world.rank) * wire_dtype.itemsize
 
     @property

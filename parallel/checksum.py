@@ -64,13 +64,12 @@ def sampled(names: Iterable[str], version: int, one_in: int = 16) -> frozenset[s
     return frozenset(name for place, name in enumerate(names) if (place + version) % one_in == 0)
 
 
-def check_plan(plan: TransferPlan, src: ShardMap, dst: ShardMap, rank: int) -> None:
-    """That the plan brings every destination element of `rank` exactly once, from where it is.
+def plan_faults(plan: TransferPlan, src: ShardMap, dst: ShardMap, rank: int) -> list[str]:
+    """What keeps the plan from bringing every destination element of `rank` exactly once, from where it is: elements
+    that come from a rank without them, twice, or not at all.
 
     Args:
         src, dst: of those who use the storages.
-    Raises:
-        IntegrityError: an element comes from a rank that does not hold it, twice, or not at all; all such tensors.
     """
     faults: list[str] = []
     missing = defaultdict(list)
@@ -86,26 +85,34 @@ def check_plan(plan: TransferPlan, src: ShardMap, dst: ShardMap, rank: int) -> N
         holder = src if copy.hop == 0 else dst
         if _without([copy.box], *(shard.box for shard in holder.shards(copy.source) if shard.box.name == name)):
             faults.append(f"{_at(copy.box)} is to come from rank {copy.source}, which does not have it")
-    faults += [f"{_at(box)} never comes to rank {rank}" for boxes in missing.values() for box in boxes]
-    if faults:
-        raise IntegrityError(f"the plan is wrong: {_first(faults)}", (rank,))
+    return faults + [f"{_at(box)} never comes to rank {rank}" for boxes in missing.values() for box in boxes]
 
 
 class TransferCheck:
     """Compares what has arrived with what was sent: for each copy a checksum, for each pair of ranks one message.
+    Making one is collective over the plan's ranks, before anything moves.
 
     Args:
         src, dst: the maps of those who use the source's and the destination's storages.
         wire_dtype: in which values were sent. Destination storages have it or a wider dtype.
     Raises:
-        IntegrityError: the plan itself is wrong on this rank (`check_plan`).
+        IntegrityError: on every rank, where the plan itself is wrong on any (`plan_faults`).
     """
 
     def __init__(self, src: ShardMap, dst: ShardMap, plan: TransferPlan, world: World, wire_dtype: torch.dtype) -> None:
         self._world, self._wire_dtype, self._shapes, self._ranks = world, wire_dtype, dst.shapes, plan.ranks
         self._copies = plan.of_rank(world.rank)
         self._src, self._dst = _by_name(src.shards(world.rank)), _by_name(dst.shards(world.rank))
-        check_plan(plan, src, dst, world.rank)
+        self._require_right(plan, src, dst)
+
+    def _require_right(self, plan: TransferPlan, src: ShardMap, dst: ShardMap) -> None:
+        if self._world.rank not in self._ranks:
+            return
+        faults = plan_faults(plan, src, dst, self._world.rank)
+        if int(largest(torch.tensor([len(faults)], device=self._world.device), self._ranks, self._world)):
+            rows = everyones([len(faults)], self._ranks, self._world)
+            faulty = [rank for rank, (number,) in zip(self._ranks, rows) if number]
+            raise IntegrityError(f"the plan is wrong: {self._said(faults, faulty)}", tuple(faulty))
 
     @torch.no_grad()
     def verify(self, src_storages: Mapping[str, Tensor], dst_storages: Mapping[str, Tensor], *, version: int,
@@ -201,15 +208,18 @@ class TransferCheck:
         newest = max(its for its, _ in rows)
         stale = {each: f"rank {each} has version {its}, the newest is {newest}"
                  for each, (its, _) in zip(ranks, rows) if its != newest}
-        said = [_first(faults)] if faults else []
-        if faulty:
-            heard = told("".join(said), faulty[0], ranks, self._world)
-            said = said or [f"rank {faulty[0]} says that {heard}"]
+        said = [self._said(faults, faulty)] if faulty else []
         if stale:
             said.append(_first(list(stale.values())))
         wrong = tuple(sorted({*faulty, *stale}))
         where = f"wrong on rank {rank}" if rank in wrong else f"wrong on {_numbered(wrong)}, though not on rank {rank}"
         return IntegrityError(f"weights of version {version} are {where}: {'; '.join(said)}", wrong)
+
+    def _said(self, faults: list[str], faulty: list[int]) -> str:
+        """This rank's own first faults, or those of the first rank that has some. Collective."""
+        mine = _first(faults) if faults else ""
+        heard = told(mine, faulty[0], self._ranks, self._world)
+        return mine or f"rank {faulty[0]} says that {heard}"
 
     def _arrived(self, box: Box, storages: Mapping[str, Tensor]) -> list[Tensor]:
         """Of `box` in every place that wants it."""

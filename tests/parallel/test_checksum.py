@@ -1,5 +1,6 @@
 """Checksums add up over any cut, and every planted fault is named: tensor, receiving rank, sending rank."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from hybridflow.models.config import Head
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.box import Box, Shard
-from hybridflow.parallel.checksum import IntegrityError, TransferCheck, check_plan, checksum, sampled
+from hybridflow.parallel.checksum import IntegrityError, TransferCheck, checksum, plan_faults, sampled
 from hybridflow.parallel.mesh import Grid, Layout
 from hybridflow.parallel.nodes import Nodes
 from hybridflow.parallel.plan import Copy, TransferPlan
@@ -222,16 +223,27 @@ class Dropped(TransferPlan):
 
 def test_a_dropped_or_doubled_tensor_is_found_in_the_plan(monkeypatch: pytest.MonkeyPatch):
     src, dst = maps()
-    check_plan(TransferPlan(src, dst), src, dst, 0)
-    with pytest.raises(IntegrityError, match=rf"{UP}\[.*never comes to rank 0"):
-        check_plan(Dropped(src, dst), src, dst, 0)
+    assert plan_faults(TransferPlan(src, dst), src, dst, 0) == []
+    assert re.match(rf"{UP}\[.*never comes to rank 0", plan_faults(Dropped(src, dst), src, dst, 0)[0])
     monkeypatch.setattr(Dropped, "times", 2)
-    with pytest.raises(IntegrityError, match=rf"{UP}\[.*comes to rank 0 twice"):
-        check_plan(Dropped(src, dst), src, dst, 0)
+    assert re.match(rf"{UP}\[.*comes to rank 0 twice", plan_faults(Dropped(src, dst), src, dst, 0)[0])
+
+
+def check_with_a_wrong_plan(world: World) -> str:
+    src, dst = maps()
+    with pytest.raises(IntegrityError) as raised:
+        TransferCheck(src, dst, (Dropped if world.rank == 0 else TransferPlan)(src, dst), world, torch.float64)
+    assert raised.value.ranks == (0,)
+    return str(raised.value)
+
+
+def test_every_rank_hears_of_a_wrong_plan():
+    first, *others = run_ranks(4, check_with_a_wrong_plan)
+    assert re.match(rf"the plan is wrong: {UP}\[.*never comes to rank 0", first)
+    assert all(re.match(rf"the plan is wrong: rank 0 says that {UP}\[.*never comes", said) for said in others)
 
 
 def test_a_copy_from_a_rank_that_has_nothing_is_found():
     src, dst = maps()
     swapped = ShardMap(src.shapes, src.ranks, lambda rank: list(src.shards((rank + 2) % 4)))
-    with pytest.raises(IntegrityError, match="which does not have it"):
-        check_plan(TransferPlan(swapped, dst), src, dst, 0)
+    assert "which does not have it" in plan_faults(TransferPlan(swapped, dst), src, dst, 0)[0]

@@ -19,7 +19,7 @@ from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.weights import canonical_shapes, decoder_shard_map
 from hybridflow.parallel.assign import assign
 from hybridflow.parallel.box import Box, Shard
-from hybridflow.parallel.checksum import check_plan, checksum
+from hybridflow.parallel.checksum import checksum, plan_faults
 from hybridflow.parallel.mesh import Grid, Layout
 from hybridflow.parallel.nodes import ONE_NODE, Nodes
 from hybridflow.parallel.plan import TransferPlan, lower_bound_numel
@@ -122,7 +122,7 @@ def check_pair(train: Cut, generation: Cut, shape: int, nodes: Nodes) -> None:
     arrived = {rank: storages_of(dst.shards(rank)) for rank in dst.ranks}
     carry_out(plan, have, arrived)
     for rank in dst.ranks:
-        check_plan(plan, src, dst, rank)
+        assert not plan_faults(plan, src, dst, rank)
         assert plan.received_numel(rank) == lower_bound_numel(src, dst, rank)
         for shard in dst.shards(rank):
             assert torch.equal(shard.view(arrived[rank]), expected(model_key, shard.box)), (rank, shard)
