@@ -5,25 +5,34 @@ Owns the processes and their rendezvous. Any fault ends all of them: gloo never 
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import shutil
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import FileStore
 
 PRELOAD = ("torch", "torch.distributed", "hybridflow.parallel.world")
 DEFAULT_TIMEOUT_S = 120.0
 START_S = 300.0  # imports take their time where cores are shared
-GRACE_S = 10.0  # what ranks have beyond the time-out of their groups, to say which operation it was
+CONNECT_S = 60.0  # what ranks that have arrived need at most to join hands
+GRACE_S = 10.0  # what a call has beyond the time-out of its groups, for ranks to say which operation it was
+STACK_S = 5.0  # what a silent rank has to write where it is
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or gave no answer in time. The message names it and holds its traceback."""
+    """A rank raised, died or gave no answer in time. The message names it and holds its traceback, or its stack."""
 
 
 class LocalRanks:
@@ -31,7 +40,8 @@ class LocalRanks:
 
     Args:
         preload: modules that the processes have imported before they are forked.
-        timeout_s: how long a collective, or a whole call, may take.
+        timeout_s: how long a collective may wait, and a whole call may take before nobody has answered. A collective
+            that fails in this time says so itself; of ranks that are silent `GRACE_S` later, their stacks tell.
     Example: `with LocalRanks(4) as ranks: ranks.run(fn, 1, 2)` is the list of `fn(world, 1, 2)` of ranks 0 to 3.
     """
 
@@ -90,7 +100,9 @@ class LocalRanks:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             ready = wait(list(waiting), timeout=timeout_s)
             if not ready:
-                self._fail(f"ranks {sorted(waiting.values())} of {self.size} gave no answer in {timeout_s:.0f} s")
+                silent = sorted(waiting.values())
+                self._fail(f"ranks {silent} of {self.size} gave no answer in {timeout_s:.0f} s"
+                           f"{''.join(map(self._where, silent))}")
             for rank in (waiting[pipe] for pipe in ready):
                 answers[rank] = self._answer(rank)
         return [answers[rank] for rank in range(self.size)]
@@ -105,6 +117,19 @@ class LocalRanks:
             self._fail(f"rank {rank} of {self.size} raised:\n{value}")
         return value
 
+    def _where(self, rank: int) -> str:
+        """The stack of a rank that is stuck, wherever that is; "" where it cannot be had."""
+        path, process = Path(self._folder, f"stack{rank}"), self._processes[rank]
+        if not path.exists() or process.pid is None:  # it has not come so far that it could be asked
+            return ""
+        os.kill(process.pid, signal.SIGUSR1)
+        until = time.monotonic() + STACK_S
+        while time.monotonic() < until and not path.stat().st_size:
+            time.sleep(0.05)
+        time.sleep(0.05)  # the rest of the lines
+        stack = path.read_text()
+        return f"\nrank {rank} was at:\n{stack}" if stack else ""
+
     def _fail(self, why: str) -> None:
         self.close()
         raise RankError(why)
@@ -118,9 +143,15 @@ def _serve(rank: int, size: int, folder: str, timeout_s: float, pipe: Connection
 
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
+    stack = open(os.path.join(folder, f"stack{rank}"), "w")
+    # In C, so that it works inside a collective too; the main thread is the one that runs the call.
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     if size > 1:
-        dist.init_process_group("gloo", store=dist.FileStore(os.path.join(folder, "store"), size), rank=rank,
-                                world_size=size, timeout=max(timeout, timedelta(seconds=START_S)))
+        store = dist.FileStore(os.path.join(folder, "store"), size)
+        _arrive(store, rank, size)
+        # A group keeps the time-out that it was made with; a collective's must end before the call's.
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size,
+                                timeout=max(timeout, timedelta(seconds=CONNECT_S)))
     world = World(rank, size, rank, torch.device("cpu"), timeout)
     pipe.send((True, None))
     while True:
@@ -132,3 +163,9 @@ def _serve(rank: int, size: int, folder: str, timeout_s: float, pipe: Connection
             pipe.send((True, fn(world, *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def _arrive(store: FileStore, rank: int, size: int) -> None:
+    """Wait until every rank has done its imports, which may take far longer than a collective."""
+    store.set(f"arrived{rank}", "")
+    store.wait([f"arrived{other}" for other in range(size)], timedelta(seconds=START_S))
