@@ -22,6 +22,7 @@ LATE = {
                                            "megatron.core.transformer.multi_token_prediction"),
     "hybridflow.bench.pipeline": ("torch.distributed.pipelining",),
     "hybridflow.bench.reshard": ("torch.distributed.checkpoint",),
+    "hybridflow.data.reasoning": ("reasoning_gym",),
     "hybridflow.models.config": ("transformers.modeling_rope_utils",),
 }
 _pools: dict[int, LocalRanks] = {}

@@ -26,7 +26,7 @@ LAYOUTS = [
      "train.recompute=selective", "train.offload.roles=true",
      "model.critic.layout={tp: 2, cp: 2, sequence_parallel: true}", "model.reference.layout={tp: 1, pp: 2, cp: 2}"),
     ("train.layout={tp: 2, pp: 2, vpp: 2}", "generation.layout.tp=1", "train.schedule=interleaved",
-     "train.micro_batch_tokens=120", "train.recompute=full", "train.recompute_layers=1", "train.reduce_bucket_mb=1",
+     "train.micro_batch_tokens=250", "train.recompute=full", "train.recompute_layers=1", "train.reduce_bucket_mb=1",
      "model.critic.layout={tp: 2, pp: 1}"),
     ("train.layout={tp: 1, pp: 2}", "generation.layout.tp=1", "train.schedule=zb-h1", "train.zero_stage=2",
      "train.micro_batch_size=1", "train.forward_micro_batch_tokens=200",

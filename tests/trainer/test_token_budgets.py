@@ -17,10 +17,10 @@ from tests.trainer.runs import VOCAB, make_tokenizer, run_steps, tiny_config
 
 TIMES = ("time/", "perf/", "reshard/", "train/reduced")
 ROWS = ("train.micro_batch_size=4",)
-BUDGET = ("train.micro_batch_size=null", "train.micro_batch_tokens=108")  # the longest row has 100 + 6 tokens
+BUDGET = ("train.micro_batch_size=null", "train.micro_batch_tokens=108")  # a row may have 100 + 6
 CUTS = [
-    (*BUDGET, "train.layout.tp=2", "train.layout.sequence_parallel=true", "train.forward_micro_batch_tokens=300",
-     "model.critic.layout={pp: 4}"),
+    ("train.micro_batch_size=null", "train.micro_batch_tokens=250", "train.forward_micro_batch_tokens=500",
+     "train.layout.tp=2", "train.layout.sequence_parallel=true", "model.critic.layout={pp: 4}"),
     (*BUDGET, "train.layout.cp=2", "train.layout.pp=2", "generation.layout.tp=2"),
 ]
 
