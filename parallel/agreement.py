@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.mesh import everyone
+from hybridflow.parallel.peers import swap
 from hybridflow.parallel.world import World
 
 LEAST = torch.iinfo(torch.int64).min
@@ -30,10 +31,7 @@ def largest(numbers: Tensor, ranks: Sequence[int], world: World) -> Tensor:
     place, step = ranks.index(world.rank), 1
     while step < len(ranks):
         heard = torch.empty_like(numbers)
-        ops = [dist.P2POp(dist.irecv, heard, ranks[place - step]),
-               dist.P2POp(dist.isend, numbers, ranks[(place + step) % len(ranks)])]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+        swap({ranks[(place + step) % len(ranks)]: numbers}, {ranks[place - step]: heard}, "what all agree on")
         torch.maximum(numbers, heard, out=numbers)
         step *= 2
     return numbers

@@ -99,6 +99,10 @@ class Shard:
         """Where in the storage the first element of `part` is, which must lie inside."""
         return self.offset + sum((p - b) * s for p, b, s in zip(part.lo, self.box.lo, self.strides))
 
+    def end_of(self, part: Box) -> int:
+        """One after the last element of `part` in the storage."""
+        return self.offset_of(part) + 1 + sum((size - 1) * stride for size, stride in zip(part.shape, self.strides))
+
     def is_contiguous(self, part: Box) -> bool:
         """Whether `part`, which must lie inside, is one stretch of the storage in row-major order."""
         expected = 1

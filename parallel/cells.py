@@ -59,10 +59,13 @@ def find_cells(src: ShardMap, dst: ShardMap) -> list[Cell]:
     """All cells, tensor by tensor in the order of `dst.shapes`.
 
     Raises:
-        ValueError: canonical shapes differ, or a destination box that no rank holds (all are listed).
+        ValueError: canonical shapes differ, a box lies outside its tensor, or no rank holds a destination box (all are
+            listed).
     """
     _check_shapes(src, dst)
     held, wanted = _boxes(src), _boxes(dst)
+    _check_boxes(held, src, "source")
+    _check_boxes(wanted, dst, "destination")
     cells: list[Cell] = []
     lost: list[str] = []
     for name in dst.shapes:
@@ -137,6 +140,20 @@ def _check_shapes(src: ShardMap, dst: ShardMap) -> None:
               for name, shape in dst.shapes.items() if src.shapes.get(name) != shape]
     if faults:
         raise ValueError(f"source and destination disagree on {len(faults)} tensors: {'; '.join(faults[:5])}")
+
+
+def _check_boxes(found: Mapping[str, Mapping[Box, Owners]], shard_map: ShardMap, which: str) -> None:
+    outside = [f"{box.name}[{box.lo}:{box.hi}] of {shard_map.shapes.get(name, 'an unknown tensor')}"
+               for name, boxes in found.items() for box in boxes if not _is_inside(box, shard_map.shapes.get(name))]
+    if outside:
+        raise ValueError(f"{len(outside)} boxes of the {which} are no part of their tensor, which must have 1 or more "
+                         f"dims: {'; '.join(outside[:5])}")
+
+
+def _is_inside(box: Box, shape: tuple[int, ...] | None) -> bool:
+    """None: there is no such tensor."""
+    return (shape is not None and 0 < len(shape) == len(box.lo) == len(box.hi)
+            and all(0 <= lo <= hi <= size for lo, hi, size in zip(box.lo, box.hi, shape)))
 
 
 def _boxes(shard_map: ShardMap) -> dict[str, dict[Box, Owners]]:

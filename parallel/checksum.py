@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.parallel.agreement import everyones, largest, told
 from hybridflow.parallel.box import Box, Shard
+from hybridflow.parallel.peers import swap
 from hybridflow.parallel.plan import Copy, TransferPlan
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.world import World
@@ -74,7 +74,8 @@ def plan_faults(plan: TransferPlan, src: ShardMap, dst: ShardMap, rank: int) -> 
     faults: list[str] = []
     missing = defaultdict(list)
     for shard in dst.shards(rank):
-        missing[shard.box.name] = _without(missing[shard.box.name], shard.box) + [shard.box]
+        if shard.box.numel:
+            missing[shard.box.name] = _without(missing[shard.box.name], shard.box) + [shard.box]
     for copy in plan.of_rank(rank):
         name = copy.box.name
         if copy.dest == rank:
@@ -126,6 +127,7 @@ class TransferCheck:
         Raises:
             IntegrityError: on every rank, where values or versions differ on any. Names tensors, the ranks that have
                 them and the ranks that sent them; on a rank without a fault of its own, the first tensor of another.
+            PeerError: a rank is gone, or does not answer in time.
         """
         if self._world.rank not in self._ranks:
             return
@@ -135,7 +137,7 @@ class TransferCheck:
                 for peer, copies in sent.items()}
         theirs = {peer: torch.empty(1 + len(copies), dtype=torch.int64, device=self._world.device)
                   for peer, copies in received.items()}
-        self._exchange(mine, theirs)
+        swap(mine, theirs, "checksums")
         expected = [(copy, total) for peer, copies in sorted(received.items())
                     for copy, total in zip(copies, theirs[peer][1:], strict=True)]
         expected += [(copy, self._source(copy, src_storages, dst_storages)) for copy in chosen
@@ -157,13 +159,6 @@ class TransferCheck:
     def _message(self, version: int, sums: list[Tensor]) -> Tensor:
         head = torch.tensor(version, dtype=torch.int64, device=self._world.device)
         return torch.stack([head, *(each.to(self._world.device) for each in sums)])
-
-    @staticmethod
-    def _exchange(mine: dict[int, Tensor], theirs: dict[int, Tensor]) -> None:
-        ops = [dist.P2POp(dist.irecv, message, peer) for peer, message in sorted(theirs.items())]
-        ops += [dist.P2POp(dist.isend, message, peer) for peer, message in sorted(mine.items())]
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
 
     def _source(self, copy: Copy, src_storages: Mapping[str, Tensor], dst_storages: Mapping[str, Tensor]) -> Tensor:
         """Of what this rank has sent: of its own at hop 0, else of what it has passed on."""

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.parallel.box import Box, Shard
+from hybridflow.parallel.peers import PeerError
 from hybridflow.parallel.plan import Copy, TransferPlan
-from hybridflow.parallel.wires import Message, Piece, Round, Wire, first_reads, room_of_wires, rounds_of, wires_of
+from hybridflow.parallel.wire_rooms import agreed_rooms
+from hybridflow.parallel.wires import Message, Piece, Round, first_reads, room_of_wires, rounds_of, wires_of
 from hybridflow.parallel.world import World
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20  # measured on gloo: with 64 MiB, 12 rounds of 200 MB a rank take a tenth longer
@@ -24,7 +26,7 @@ NAMED_TENSORS = 3  # in an error
 Storages = dict[str, Tensor]
 
 
-class TransferError(RuntimeError):
+class TransferError(PeerError):
     """A message did not arrive or could not be sent. Names the rank at the other end and the first tensors."""
 
 
@@ -60,12 +62,23 @@ class Transfer:
         Args:
             wire_dtype: values are cast to it by the sender and from it by the receiver.
             bucket_bytes: bounds what is in flight on one rank (tensors are cut to fit).
+        Raises:
+            ValueError: no room, or a rank outside the world.
+            PeerError: the ends of a wire have different plans, or one does not answer.
         """
+        if bucket_bytes < 2 * wire_dtype.itemsize:
+            raise ValueError(f"bucket_bytes = {bucket_bytes}: two rounds of one element of {wire_dtype} need "
+                             f"{2 * wire_dtype.itemsize}")
+        outside = [rank for rank in plan.ranks if not 0 <= rank < world.size]
+        if outside:
+            raise ValueError(f"the plan has ranks {outside[:5]}, of a world of {world.size}")
         self.world, self.wire_dtype, self.stats = world, wire_dtype, TransferStats()
         copies = plan.of_rank(world.rank)
-        room = _agreed(room_of_wires(wires_of(copies), bucket_bytes // (2 * wire_dtype.itemsize)), world)
+        wires = wires_of(copies)
+        room = agreed_rooms(room_of_wires(wires, bucket_bytes // (2 * wire_dtype.itemsize)), wires, world)
         self._rounds = rounds_of(world.rank, copies, room, max(1, ALONE_BYTES // wire_dtype.itemsize))
         self._first_reads = first_reads(self._rounds)
+        self._needs = _needs(world.rank, copies)
         self._in_flight = _InFlight()
         self._staging = (_Staging(wire_dtype, world.device), _Staging(wire_dtype, world.device))
 
@@ -85,11 +98,14 @@ class Transfer:
         Rounds are called in order; storages stay valid from the first to the last, which ends with all in its place.
 
         Raises:
+            ValueError: a storage that is missing, has gaps or is too short for its shards.
             TransferError: a rank at the other end of a wire is gone, or does not answer in time.
         """
         now = self._rounds[number]
         if number == 0:
             self._in_flight = _InFlight()  # whatever a transfer that failed has left
+            for storages, needs in zip((src, dst), self._needs):
+                _require(storages, needs)
         if now.passes_on and self._in_flight.hop < now.hop:
             self._in_flight = self._in_flight.land()
         earlier, self._in_flight = self._in_flight, self._post(now, self._staging[number % 2], src, dst)
@@ -284,20 +300,26 @@ def _address(shard: Shard, part: Box, storages: Storages) -> tuple[int, torch.dt
     return storage.data_ptr() + shard.offset_of(part) * storage.itemsize, storage.dtype
 
 
+def _needs(rank: int, copies: Sequence[Copy]) -> tuple[dict[str, int], dict[str, int]]:
+    """How many elements a rank's storages must have, of the source and of the destination."""
+    needs: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    for copy in copies:
+        ends = [(copy.hop > 0, copy.src_shard)] if copy.source == rank else []
+        ends += [(True, shard) for shard in copy.dst_shards] if copy.dest == rank else []
+        for is_destination, shard in ends:
+            of = needs[is_destination]
+            of[shard.storage] = max(of.get(shard.storage, 0), shard.end_of(copy.box))
+    return needs
+
+
+def _require(storages: Storages, needs: dict[str, int]) -> None:
+    missing = [f"{name} is missing" for name in needs if name not in storages]
+    wrong = [f"{name} of shape {tuple(storages[name].shape)}, strides {storages[name].stride()}, needs {numel} elements"
+             " without gaps" for name, numel in needs.items()
+             if name in storages and not (storages[name].is_contiguous() and storages[name].numel() >= numel)]
+    if missing or wrong:
+        raise ValueError(f"storages do not fit the plan: {'; '.join(missing + wrong)}")
+
+
 def _failed(parcels: list[_Parcel], error: RuntimeError) -> TransferError:
     return TransferError(f"could not move {'; '.join(map(str, parcels))}: {error}")
-
-
-def _agreed(room: dict[Wire, int], world: World) -> dict[Wire, int]:
-    """Of what the two ends of each wire have room for, the smaller. One small message each way between peers."""
-    peers: dict[int, list[Wire]] = {}
-    for wire in sorted(room):
-        peers.setdefault(wire.peer(world.rank), []).append(wire)
-    mine = {peer: torch.tensor([room[wire] for wire in wires], device=world.device) for peer, wires in peers.items()}
-    theirs = {peer: torch.empty_like(numbers) for peer, numbers in mine.items()}
-    ops = [dist.P2POp(dist.irecv, numbers, peer) for peer, numbers in theirs.items()]
-    ops += [dist.P2POp(dist.isend, numbers, peer) for peer, numbers in mine.items()]
-    for work in dist.batch_isend_irecv(ops) if ops else []:
-        work.wait()
-    return {wire: agreed for peer, wires in peers.items()
-            for wire, agreed in zip(wires, torch.minimum(mine[peer], theirs[peer]).tolist())}

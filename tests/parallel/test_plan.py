@@ -214,6 +214,19 @@ def test_a_box_that_nobody_holds_is_named():
         TransferPlan(map_of({"w": (4, 3)}, {0: []}), whole)
 
 
+@pytest.mark.parametrize(("box", "said"), [
+    (Box("w", (0, 0), (5, 2)), r"w\[\(0, 0\):\(5, 2\)\] of \(4, 2\)"), (Box("w", (0,), (4,)), r"w\[\(0,\):\(4,\)\] of"),
+    (Box("v", (0,), (1,)), "of an unknown tensor"), (Box("scalar", (), ()), r"scalar\[\(\):\(\)\] of \(\)")])
+def test_a_box_that_is_no_part_of_its_tensor_is_refused(box: Box, said: str):
+    shapes: dict[str, tuple[int, ...]] = {"w": (4, 2), "scalar": ()}
+    good = map_of(shapes, {0: [Box.whole("w", (4, 2))]})
+    bad = ShardMap(shapes, (0,), lambda rank: [Shard(box, "storage", 0, (1,) * len(box.lo))])
+    with pytest.raises(ValueError, match=f"1 boxes of the destination are no part .*{said}"):
+        TransferPlan(good, bad)
+    with pytest.raises(ValueError, match="boxes of the source are no part"):
+        TransferPlan(bad, good)
+
+
 def rows_map(rows_of: list[range]) -> ShardMap:
     """A table of 2,000 rows in which every row of a rank is a box."""
     return ShardMap({"rows": (2000, 3)}, tuple(range(4)), lambda rank: [

@@ -10,6 +10,7 @@ from hybridflow.local_ranks import LocalRanks
 from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.mesh import Grid, Layout
 from hybridflow.parallel.nodes import Nodes
+from hybridflow.parallel.peers import PeerError, swap
 from hybridflow.parallel.plan import Copy, TransferPlan, lower_bound_numel
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.transfer import Transfer, TransferError, execute
@@ -219,6 +220,55 @@ def lose_the_sender(world: World) -> str:
 def test_a_rank_that_has_gone_is_named():
     with LocalRanks(2, timeout_s=20.0) as ranks:
         assert ranks.run(lose_the_sender)[1].startswith("could not move w from rank 0: ")
+
+
+def refuse(world: World) -> list[str]:
+    """What is said of plans and storages that do not fit, on this rank."""
+    said = []
+    plan = TransferPlan(pairs_map((0,)), pairs_map((1,)))
+    for kind, planned, bucket_bytes in [
+            (ValueError, TransferPlan(pairs_map((0,)), pairs_map((1, 7))), 64), (ValueError, plan, 7),
+            (PeerError, plan if world.rank == 0 else TransferPlan(halves_map((0,)), pairs_map((1,))), 64)]:
+        with pytest.raises(kind) as caught:
+            Transfer(planned, world, wire_dtype=torch.float32, bucket_bytes=bucket_bytes)
+        said.append(str(caught.value))
+        world.barrier()
+    transfer = Transfer(plan, world, wire_dtype=torch.float32)
+    for storages in ({}, {"w": torch.zeros(64 * 33 - 1)}, {"w": torch.zeros(33, 64).T}):
+        with pytest.raises(ValueError, match="storages do not fit the plan") as unfit:
+            transfer.round(0, storages, storages)
+        said.append(str(unfit.value))
+    return said
+
+
+def halves_map(ranks: tuple[int, ...]) -> ShardMap:
+    boxes = [Box("w", (row, 0), (row + 32, 33)) for row in (0, 32)]
+    return ShardMap({"w": (64, 33)}, ranks, lambda rank: [Shard.of_rows(box, "w", box.lo[0]) for box in boxes])
+
+
+def test_what_does_not_fit_is_refused_before_anything_moves():
+    for rank, said in enumerate(run_ranks(2, refuse)):
+        outside, bucket, plan, missing, short, gaps = said
+        assert outside == "the plan has ranks [7], of a world of 2"
+        assert bucket == "bucket_bytes = 7: two rounds of one element of torch.float32 need 8"
+        assert plan.startswith(f"rank {1 - rank} has another plan of what goes between it and rank {rank}: ")
+        assert missing.endswith("w is missing")
+        assert short.endswith("w of shape (2111,), strides (1,), needs 2112 elements without gaps")
+        assert "strides (1, 64)" in gaps
+
+
+def lose_a_peer(world: World) -> str:
+    if world.rank == 0:
+        world.close()
+        return "gone"
+    with pytest.raises(PeerError) as caught:
+        swap({0: torch.zeros(3)}, {0: torch.zeros(3)}, "checksums")
+    return str(caught.value)
+
+
+def test_who_does_not_answer_is_named():
+    with LocalRanks(2, timeout_s=20.0) as ranks:
+        assert ranks.run(lose_a_peer)[1].startswith("could not exchange checksums with rank 0: ")
 
 
 def check_order_of_reads(world: World) -> list[frozenset[str]]:
