@@ -33,7 +33,7 @@ from tests.engine.models import ragged_batch, tiny_model, train_engine
 from tests.ranks import run_ranks
 
 ROWS = 6
-PARAMS = SamplingParams(max_new_tokens=4)
+PARAMS = SamplingParams(max_new_tokens=2)
 PROMPTS = [Prompt(number, 0, (1 + number, 2)) for number in range(3)]
 
 
