@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.peers import PeerError
 from hybridflow.parallel.plan import Copy, TransferPlan
 from hybridflow.parallel.wire_rooms import agreed_rooms
-from hybridflow.parallel.wires import Message, Piece, Round, first_reads, room_of_wires, rounds_of, wires_of
+from hybridflow.parallel.wires import Kept, Message, Round, first_reads, room_of_wires, rounds_of, wires_of
 from hybridflow.parallel.world import World
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20  # measured on gloo: with 64 MiB, 12 rounds of 200 MB a rank take a tenth longer
@@ -109,8 +108,8 @@ class Transfer:
         if now.passes_on and self._in_flight.hop < now.hop:
             self._in_flight = self._in_flight.land()
         earlier, self._in_flight = self._in_flight, self._post(now, self._staging[number % 2], src, dst)
-        for copy in now.kept:
-            _keep(copy, src, dst)
+        for kept in now.kept:
+            _keep(kept, src, dst)
         earlier.land()
         if number == self.num_rounds - 1:
             self._in_flight = self._in_flight.land()
@@ -188,7 +187,7 @@ class _Parcel:
     def _staged(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Each piece's part of the buffer, with the places that it has besides."""
         assert self.buffer is not None
-        if self.message.is_stretch:
+        if self.message.stretch is not None:
             if self.places[0]:
                 yield self.buffer, self.places[0]
             return
@@ -274,30 +273,22 @@ class _Staging:
 
 def _places(message: Message, sent: bool, storages: Storages) -> list[list[Tensor]]:
     """By piece the views that it comes from (one) or goes to; of a stretch, whatever its pieces, flat ones."""
-    def shards(piece: Piece) -> tuple[Shard, ...]:
-        return (piece.copy.src_shard,) if sent else piece.copy.dst_shards
-    if message.is_stretch:
-        first = message.pieces[0]
-        return [[_flat(shard, first.box, message.numel, storages[shard.storage]) for shard in shards(first)]]
-    return [[shard.view(storages, piece.box) for shard in shards(piece)] for piece in message.pieces]
+    if message.stretch is not None:
+        starts = (message.stretch.source,) if sent else message.stretch.places
+        return [[_flat(storages[name], start, message.numel) for name, start in starts]]
+    return [[shard.view(storages, piece.box) for shard in ((piece.copy.src_shard,) if sent else piece.copy.dst_shards)]
+            for piece in message.pieces]
 
 
-def _flat(shard: Shard, part: Box, numel: int, storage: Tensor) -> Tensor:
-    """`numel` elements of the storage, from the first of `part` on."""
-    return storage.as_strided((numel,), (1,), storage.storage_offset() + shard.offset_of(part))
+def _flat(storage: Tensor, start: int, numel: int) -> Tensor:
+    return storage.as_strided((numel,), (1,), storage.storage_offset() + start)
 
 
-def _keep(copy: Copy, src: Storages, dst: Storages) -> None:
+def _keep(kept: Kept, src: Storages, dst: Storages) -> None:
     """Copy what the rank has already, but not onto itself."""
-    have = copy.src_shard
-    for shard in copy.dst_shards:
-        if shard.strides != have.strides or _address(have, copy.box, src) != _address(shard, copy.box, dst):
-            shard.view(dst, copy.box).copy_(have.view(src, copy.box))
-
-
-def _address(shard: Shard, part: Box, storages: Storages) -> tuple[int, torch.dtype]:
-    storage = storages[shard.storage]
-    return storage.data_ptr() + shard.offset_of(part) * storage.itemsize, storage.dtype
+    here, there = src[kept.source.storage], dst[kept.place.storage]
+    if not (kept.alike and here.data_ptr() == there.data_ptr() and here.dtype == there.dtype):
+        kept.place.view(dst, kept.box).copy_(kept.source.view(src, kept.box))
 
 
 def _needs(rank: int, copies: Sequence[Copy]) -> tuple[dict[str, int], dict[str, int]]:

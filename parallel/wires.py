@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
-from hybridflow.parallel.box import Box
+from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.plan import Copy
 
 
@@ -37,20 +37,51 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Where elements without gaps start, as (storage, offset): at the sender, and in each place of the receiver."""
+
+    source: tuple[str, int]
+    places: tuple[tuple[str, int], ...]
+
+    def after(self, numel: int) -> Stretch:
+        """Where the next ones would start."""
+        return Stretch((self.source[0], self.source[1] + numel), tuple((name, at + numel) for name, at in self.places))
+
+
+@dataclass(frozen=True)
 class Message:
     """Pieces that travel to or from `peer` together, one after the other.
 
     Attributes:
-        is_stretch: whether they lie one after the other at both ends too.
+        stretch: where they lie if they lie one after the other at both ends too; else None.
     """
 
     peer: int
     pieces: tuple[Piece, ...]
-    is_stretch: bool = False
+    stretch: Stretch | None = None
 
     @cached_property
     def numel(self) -> int:
         return sum(piece.box.numel for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A box that a rank copies for itself.
+
+    Attributes:
+        alike: whether it lies in both storages at the same place; if these share memory, there is nothing to copy.
+    """
+
+    box: Box
+    source: Shard
+    place: Shard
+    alike: bool
+
+    @classmethod
+    def of(cls, box: Box, source: Shard, place: Shard) -> Kept:
+        alike = (source.strides, source.offset_of(box)) == (place.strides, place.offset_of(box))
+        return cls(box, source, place, alike)
 
 
 @dataclass
@@ -64,7 +95,7 @@ class Round:
     hop: int = 0
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
-    kept: list[Copy] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
 
     @property
     def passes_on(self) -> bool:
@@ -125,7 +156,7 @@ def messages_of(peer: int, pieces: Sequence[Piece], least: int) -> list[Message]
     messages, packed = [], []
     for run in _runs(pieces):
         if sum(piece.box.numel for piece in run) >= least:
-            messages.append(Message(peer, tuple(run), is_stretch=_stretches(run[0]) is not None))
+            messages.append(Message(peer, tuple(run), _stretch(run[0])))
         else:
             packed += run
     return [*messages, Message(peer, tuple(packed))] if packed else messages
@@ -157,7 +188,7 @@ def first_reads(rounds: Sequence[Round]) -> list[frozenset[str]]:
     seen: set[str] = set()
     fresh = []
     for each in rounds:
-        read = {copy.src_shard.storage for copy in each.kept} | _sent_storages(each)
+        read = {kept.source.storage for kept in each.kept} | _sent_storages(each)
         fresh.append(frozenset(read - seen))
         seen |= read
     return fresh
@@ -166,25 +197,24 @@ def first_reads(rounds: Sequence[Round]) -> list[frozenset[str]]:
 def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """Pieces in order; those of a run follow each other in the memory of the sender and of the receiver."""
     runs: list[list[Piece]] = []
-    ends: list[tuple[str, int]] | None = None
+    following: Stretch | None = None
     for piece in pieces:
-        stretches = _stretches(piece)
-        starts = stretches and [(storage, start) for storage, start, _ in stretches]
-        if starts and starts == ends:
+        stretch = _stretch(piece)
+        if stretch is not None and stretch == following:
             runs[-1].append(piece)
         else:
             runs.append([piece])
-        ends = stretches and [(storage, end) for storage, _, end in stretches]
+        following = stretch and stretch.after(piece.box.numel)
     return runs
 
 
-def _stretches(piece: Piece) -> list[tuple[str, int, int]] | None:
-    """(storage, start, end) at the sender and in each place of the receiver; None where there are gaps in some."""
+def _stretch(piece: Piece) -> Stretch | None:
+    """None where there are gaps at an end."""
     shards = (piece.copy.src_shard, *piece.copy.dst_shards)
-    found = [(shard.storage, shard.offset_of(piece.box)) for shard in shards if shard.is_contiguous(piece.box)]
-    if len(found) < len(shards):
+    if not all(shard.is_contiguous(piece.box) for shard in shards):
         return None
-    return [(storage, start, start + piece.box.numel) for storage, start in found]
+    source, *places = ((shard.storage, shard.offset_of(piece.box)) for shard in shards)
+    return Stretch(source, tuple(places))
 
 
 def _sent_storages(each: Round) -> set[str]:
@@ -205,7 +235,7 @@ def _deal_kept(kept: Sequence[Copy], rounds: Sequence[Round]) -> None:
         if storage in spread:
             at.setdefault(storage, done * len(rounds) // total)
             done += copy.box.numel
-        rounds[at[storage]].kept.append(copy)
+        rounds[at[storage]].kept += [Kept.of(copy.box, copy.src_shard, place) for place in copy.dst_shards]
 
 
 def _split(box: Box, room: int) -> tuple[Box, list[Box]]:

@@ -52,7 +52,7 @@ def piece_at(name: str, size: int, source: int, *places: tuple[str, int]) -> Pie
 
 def sent_as(pieces: list[Piece]) -> list[tuple[str, bool]]:
     """The tensors of each message, and whether it is a stretch."""
-    return [("".join(piece.box.name for piece in message.pieces), message.is_stretch)
+    return [("".join(piece.box.name for piece in message.pieces), message.stretch is not None)
             for message in messages_of(7, pieces, LEAST)]
 
 
@@ -140,8 +140,10 @@ def test_no_rank_waits_for_ever_and_all_arrives(seed: int, nodes: Nodes):
         arrived = sum(message.numel for each in rounds[rank] for message in each.receives)
         assert arrived == plan.received_numel(rank)
         assert sum(message.numel for each in rounds[rank] for message in each.sends) == plan.sent_numel(rank)
-        kept = [copy for each in rounds[rank] for copy in each.kept]
-        assert sorted(kept, key=repr) == sorted((c for c in plan.of_rank(rank) if c.source == c.dest), key=repr)
+        kept = [(each.box, each.source, each.place) for now in rounds[rank] for each in now.kept]
+        wanted = [(copy.box, copy.src_shard, place) for copy in plan.of_rank(rank) if copy.source == copy.dest
+                  for place in copy.dst_shards]
+        assert sorted(kept, key=repr) == sorted(wanted, key=repr)
 
 
 def test_what_is_kept_goes_with_what_is_sent_of_it_and_else_evenly():
@@ -150,8 +152,18 @@ def test_what_is_kept_goes_with_what_is_sent_of_it_and_else_evenly():
     alone = [copy_of(Box.whole(name, (4,)), 0, 0, name) for name in "abcd"]
     rounds = rounds_of(0, [*sent, *kept, *alone], {Wire(0, 0, 1): 4}, LEAST)
     assert first_reads(rounds) == [{"share.0", "a"}, {"share.4", "b"}, {"share.8", "c"}, {"share.12", "d"}]
-    storages = [[copy.src_shard.storage for copy in each.kept] for each in rounds]
+    storages = [[kept.source.storage for kept in each.kept] for each in rounds]
     assert storages == [["a"], ["b"], ["c"], ["share.12", "d"]]
+
+
+def test_what_is_kept_is_alike_where_it_lies_at_the_same_place():
+    box, part = Box.whole("w", (4, 6)), Box("w", (1, 0), (3, 6))
+    rows = Shard.of_rows(box, "rows")
+    places = {rows: True, Shard.of_rows(box, "other"): True, Shard(box, "columns", 0, (1, 4)): False,
+              Shard.of_rows(part, "part"): False, Shard.of_rows(part, "part", 1): True}
+    copy = Copy(0, 0, part, rows, tuple(places))
+    [only] = rounds_of(0, [copy], {}, LEAST)
+    assert [kept.alike for kept in only.kept] == list(places.values())
 
 
 def test_what_is_passed_on_is_not_read_from_the_source_map():
