@@ -14,11 +14,14 @@ from hybridflow.reshard.task import Side, Task
 from hybridflow.reshard.volumes import Volumes
 
 MANY_LINKS = 64
+MANY_RANKS = 1 << 16  # from here on only programs read it, and lines take several times as long to write
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def as_json(task: Task, volumes: Volumes, moved: Moved | None) -> str:
-    """One JSON object. Bytes are whole numbers; per rank in `ranks`; null where something does not apply."""
+    """One JSON object. Bytes are whole numbers; per rank in `ranks`; null where something does not apply. In-flight
+    and peak extra bytes are upper bounds, but those of `run`, which are counted.
+    """
     content: dict[str, Any] = {
         "from": _side(task.train), "to": _side(task.generate), "world_size": task.world_size,
         "ranks_per_node": task.nodes.ranks_per_node, "dtype": str(task.dtype).removeprefix("torch."),
@@ -34,7 +37,7 @@ def as_json(task: Task, volumes: Volumes, moved: Moved | None) -> str:
         "links": [{"from": source, "to": dest, "bytes": size} for (source, dest), size in volumes.links.items()],
         "node_links": [{"from": source, "to": dest, "bytes": size}
                        for (source, dest), size in volumes.node_links.items()],
-        "ranks": [{**asdict(rank), "shared_bytes": rank.shared_bytes, "packed_bytes": rank.packed_bytes,
+        "ranks": [{**vars(rank), "shared_bytes": rank.shared_bytes, "packed_bytes": rank.packed_bytes,
                    "planned": rank.planned, "node": task.nodes.of(rank.rank),
                    "train": _coord(task.train_grid, rank.rank, task.src),
                    "generate": _coord(task.generate_grid, rank.rank, task.dst)}
@@ -42,7 +45,7 @@ def as_json(task: Task, volumes: Volumes, moved: Moved | None) -> str:
     }
     if moved is not None:
         content["run"] = {**asdict(moved), "bytes_per_second": moved.bytes_per_second}
-    return json.dumps(content, indent=1)
+    return json.dumps(content, indent=1 if len(volumes.ranks) <= MANY_RANKS else None)
 
 
 def as_text(task: Task, volumes: Volumes, moved: Moved | None) -> str:
@@ -60,9 +63,9 @@ def _head(task: Task, volumes: Volumes) -> str:
         f"{task.train} -> {task.generate}: {task.world_size} ranks{place}",
         f"model {size(volumes.model_bytes)} in {str(task.dtype).removeprefix('torch.')}",
         f"received by all ranks {size(total)} = {total / volumes.model_bytes:.3g} models, lower bound {size(bound)}",
-        f"peak extra memory of a rank {size(volumes.peak_extra_bytes)} (training weights used in place), "
+        f"peak extra memory of a rank at most {size(volumes.peak_extra_bytes)} (training weights used in place), "
         f"{size(volumes.peak_extra_bytes_packed)} (a copy); "
-        f"of it in flight at most {size(max(rank.in_flight_bytes for rank in volumes.ranks))}"])
+        f"of it in flight {size(max(rank.in_flight_bytes for rank in volumes.ranks))}"])
 
 
 def _ranks(task: Task, volumes: Volumes) -> str:
@@ -115,11 +118,11 @@ def _moved(moved: Moved) -> str:
 
 
 def _side(side: Side) -> dict[str, Any]:
-    return {**asdict(side.layout), "vpp": side.vpp, "ranks": list(side.ranks)}
+    return {**asdict(side.layout), "vpp": side.vpp, "chunk_order": side.order.value, "ranks": list(side.ranks)}
 
 
 def _coord(grid: Grid, rank: int, of: ShardMap) -> dict[str, int] | None:
-    return asdict(grid.coord(rank)) if rank in of else None
+    return vars(grid.coord(rank)) if rank in of else None
 
 
 def _place(grid: Grid, rank: int, of: ShardMap) -> str:

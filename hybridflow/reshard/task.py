@@ -19,8 +19,9 @@ from hybridflow.parallel.assign import assign
 from hybridflow.parallel.mesh import Grid, Layout
 from hybridflow.parallel.nodes import ONE_NODE, Nodes
 from hybridflow.parallel.plan import TransferPlan
-from hybridflow.parallel.schedules.chunks import Chunks
+from hybridflow.parallel.schedules.chunks import ChunkOrder, Chunks
 from hybridflow.parallel.shard_map import ShardMap
+from hybridflow.parallel.transfer import DEFAULT_BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,19 @@ class Side:
     ranks: tuple[int, ...]
     vpp: int = 1
     layers_per_chunk: Sequence[int] | None = None
+    order: ChunkOrder = ChunkOrder.LOOP
+
+    @property
+    def chunks(self) -> Chunks:
+        return Chunks(self.layout.pp, self.vpp, self.order)
 
     def shard_map(self, model: ModelConfig, grid: Grid) -> ShardMap:
         """Where the decoder's weights lie on a grid of this layout."""
-        return decoder_shard_map(model, grid, Head.LANGUAGE_MODEL, Chunks(self.layout.pp, self.vpp),
-                                 self.layers_per_chunk)
+        return decoder_shard_map(model, grid, Head.LANGUAGE_MODEL, self.chunks, self.layers_per_chunk)
 
     def __str__(self) -> str:
-        return f"{self.layout}" + (f" vpp{self.vpp}" if self.vpp > 1 else "")
+        order = " in V order" if self.order is ChunkOrder.V else ""
+        return f"{self.layout}" + (f" vpp{self.vpp}{order}" if self.vpp > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Task:
     nodes: Nodes = ONE_NODE
     within_node: bool = True
     dtype: torch.dtype = torch.bfloat16
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     @cached_property
     def train_grid(self) -> Grid:
@@ -98,6 +104,10 @@ class Task:
     @cached_property
     def plan(self) -> TransferPlan:
         return TransferPlan(self.src, self.dst, self.nodes)
+
+    def travelling_bytes(self, rank: int) -> int:
+        """What a rank sends and receives in all: no more than this is ever in flight there."""
+        return self.dtype.itemsize * (self.plan.received_numel(rank) + self.plan.sent_numel(rank))
 
     @property
     def model_bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 from hybridflow.parallel.plan import lower_bound_numel
 from hybridflow.parallel.share import REST, shared_map
@@ -27,7 +28,9 @@ class RankVolume:
         train_bytes: of its training shard.
         generate_bytes: of its generation shard.
         rest_bytes: of the generation shard, what needs memory of its own where training weights are used in place.
-        in_flight_bytes: that staging buffers take at most.
+        in_flight_bytes: an upper bound of what staging buffers take: the bucket, or all that the rank sends and
+            receives if that is less; where it is not planned, all that anybody receives. What is sent from its place
+            and received into it takes less.
     """
 
     rank: int
@@ -106,7 +109,7 @@ class Volumes:
 
     @property
     def peak_extra_bytes(self) -> int:
-        """Most memory of one rank beyond its training shard, where that is used in place."""
+        """An upper bound of one rank's memory beyond its training shard, where that is used in place."""
         return max(rank.rest_bytes + rank.in_flight_bytes for rank in self.ranks)
 
     @property
@@ -128,15 +131,24 @@ class _Counter:
 
     def _rank(self, rank: int) -> RankVolume:
         task, size = self._task, self._task.dtype.itemsize
-        kinds = tuple(of.kind_of(rank) if rank in of else None for of in (task.src, task.dst))
+        bound, train, generate, rest = (size * numel for numel in self._of_kinds(rank))
+        if rank not in self._planned:  # what it sends, others receive
+            return RankVolume(rank, bound, bound, None, train, generate, rest, min(task.bucket_bytes, self._everyones))
+        received, sent = size * task.plan.received_numel(rank), size * task.plan.sent_numel(rank)
+        in_flight = min(task.bucket_bytes, task.travelling_bytes(rank))
+        return RankVolume(rank, received, bound, sent, train, generate, rest, in_flight)
+
+    @cached_property
+    def _everyones(self) -> int:
+        """Bytes that all ranks receive, and so a bound of what one sends and receives."""
+        return self._task.dtype.itemsize * sum(self._of_kinds(rank)[0] for rank in self._task.plan.ranks)
+
+    def _of_kinds(self, rank: int) -> tuple[int, int, int, int]:
+        """`_sizes`, counted once for ranks of the same kinds."""
+        kinds = (self._task.src.kind_by_rank.get(rank), self._task.dst.kind_by_rank.get(rank))
         if kinds not in self._kept:
             self._kept[kinds] = self._sizes(rank)
-        bound, train, generate, rest = (size * numel for numel in self._kept[kinds])
-        if rank not in self._planned:
-            return RankVolume(rank, bound, bound, None, train, generate, rest, task.bucket_bytes)
-        received, sent = size * task.plan.received_numel(rank), size * task.plan.sent_numel(rank)
-        in_flight = min(task.bucket_bytes, received + sent)
-        return RankVolume(rank, received, bound, sent, train, generate, rest, in_flight)
+        return self._kept[kinds]
 
     def _sizes(self, rank: int) -> tuple[int, int, int, int]:
         """Elements: lower bound, training shard, generation shard, its rest."""

@@ -1,14 +1,26 @@
 """`hybridflow reshard`: what it prints for people and programs, moves on ranks, and every kind of bad input."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from hybridflow.cli import main
+from hybridflow.models.config import ModelConfig
 from hybridflow.parallel.box import Box, Shard
-from hybridflow.reshard.move import Moved, first_wrong, labels
+from hybridflow.parallel.mesh import Layout
+from hybridflow.reshard.move import (
+    PROCESS_BYTES,
+    SHARED_BYTES,
+    Moved,
+    available_bytes,
+    first_wrong,
+    labels,
+    memory_bytes,
+)
+from hybridflow.reshard.task import Side, Task
 
 SPEC = {"family": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 4,
         "num_heads": 4, "num_kv_heads": 2}
@@ -158,6 +170,48 @@ def test_a_config_s_own_layouts_are_the_defaults(tmp_path, capsys):
     assert report(capsys, "--model", str(path), "generation.layout.tp=4")["to"]["tp"] == 4
 
 
+def test_what_an_option_cannot_say_is_taken_from_the_config(model, capsys):
+    words = ["--model", model, "--to", "tp=1", "train.layout.layers_per_stage=[3,1]"]
+    uneven = report(capsys, *words, "--from", "pp=2", "train.layout.pp=2")  # says the same twice
+    keys = report(capsys, *words, "train.layout.pp=2")
+    assert [rank["train_bytes"] for rank in uneven["ranks"]] == [rank["train_bytes"] for rank in keys["ranks"]]
+    assert uneven["ranks"][0]["train_bytes"] > uneven["ranks"][1]["train_bytes"]
+    assert report(capsys, *words[:4], "--from", "tp=2", "train.layout.dp=2")["world_size"] == 4
+    even = report(capsys, "--model", model, "--to", "tp=1", "--from", "pp=2")
+    assert even["received_bytes"] != uneven["received_bytes"] or even["ranks"] != uneven["ranks"]
+
+
+def test_a_schedule_in_v_order_puts_the_head_on_the_first_stage(model, capsys):
+    words = ["--model", model, "--to", "tp=1", "--from", "pp=2,vpp=2"]
+    loop, v = report(capsys, *words), report(capsys, *words, "train.schedule=zb-v")
+    assert (loop["from"]["chunk_order"], v["from"]["chunk_order"]) == ("loop", "v")
+    assert v["ranks"][0]["train_bytes"] > v["ranks"][1]["train_bytes"]  # embedding and head
+    assert report(capsys, *words[:4], "train.schedule=zb-v", "train.layout={pp: 2, vpp: 2}")["ranks"] == v["ranks"]
+    code, out, err = reshard(capsys, *words, "train.schedule=zb-v", "--run")
+    assert code == 0 and out.startswith("tp1 pp2 dp1 vpp2 in V order -> "), err
+
+
+def test_in_flight_is_no_more_than_what_travels(model, capsys, tmp_path):
+    found = report(capsys, "--model", model, "--from", "tp=2", "--to", "tp=1", "--world", "2")
+    for rank in found["ranks"]:
+        assert rank["in_flight_bytes"] == rank["received_bytes"] + rank["sent_bytes"] < 256 << 20
+    found = report(capsys, "--model", model, "--from", "tp=2", "--to", "tp=2", "--world", "256")
+    assert not found["all_ranks_planned"] and found["peak_extra_bytes"]["shared"] == 0
+    assert all(rank["in_flight_bytes"] == 0 for rank in found["ranks"])
+
+
+def test_memory_of_a_run_counts_messages_that_there_are_and_processes():
+    def task(bucket: int) -> Task:
+        decoder = ModelConfig.from_hf_dict({**HF, "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 256})
+        return Task(decoder, Side(Layout(tp=2), (0, 1)), Side(Layout(dp=2), (0, 1)), 2, bucket_bytes=bucket)
+    processes, size = SHARED_BYTES + 2 * PROCESS_BYTES, task(1).model_bytes
+    assert memory_bytes(task(2)) - 2 * 2 == memory_bytes(task(2**10)) - 2 * 2**10 == processes + 2 * size
+    assert memory_bytes(task(16 << 30)) <= processes + 2 * size + 2 * 2 * size  # each sends and receives a half
+    assert memory_bytes(task(16 << 30)) == memory_bytes(task(32 << 30))
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < available_bytes() <= total
+
+
 def test_a_large_world_is_sampled(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**HF, "num_hidden_layers": 8}))
     words = ("--from", "tp=8,pp=4", "--to", "tp=8", "--world", "16384", "--ranks-per-node", "8")
@@ -182,8 +236,10 @@ BAD = [
     (["--from", "vpp=5", "--to", "tp=1", "--world", "1"], ["vpp 5 = 5 chunks must be at most num_layers 4"]),
     (["--from", "tp=2", "--to", "tp=2", "--world", "0"], ["--world = 0: is not a whole number from 1"]),
     (["train.layout.tp=0", "generation.layout.tp=-1"], ["train.layout.tp = 0: a degree", "generation.layout.tp = -1"]),
-    (["train.layout.layers_per_stage=[1,2]"], ["layers_per_stage [1, 2] must have"]),
-    (["--from", "tp=2,dp=99999999999", "--to", "tp=2"], ["the layouts need more than 1048576 ranks"]),
+    (["train.layout.layers_per_stage=[1,2]"], ["train.layout.layers_per_stage = [1, 2]: must name a number of layers"]),
+    (["--from", "tp=2,dp=99999999999", "--to", "tp=2"], ["the layouts need more than 524288 ranks; larger worlds"]),
+    (["--from", "tp=2", "--to", "tp=2", "--world", "1048320"], ["--world = 1048320: is not a whole number from 1 to "
+                                                                "524288; larger worlds take minutes to count"]),
     (["--from", "tp=2", "--to", "tp=2", "--world", "x", "--bucket-mb", "0"], ["--world = x", "--bucket-mb = 0"]),
     (["--from", "tp=2", "--to", "tp=2", "--world", "4", "--nodes", "3"], ["4 ranks are not equally many in 3 nodes"]),
     (["--from", "tp=1", "--to", "tp=1", "--ranks-per-node", "no"], ["--ranks-per-node = no"]),
@@ -195,7 +251,33 @@ BAD = [
     (["--from", "tp=2", "--to", "tp=2", "model.spec.vocab_size=null"], ["only the tokenizer knows it"]),
     (["--from", "tp=2", "--to", "tp=2", "--world", "128", "--run"], ["more than 64 processes on one host"]),
     (["--from", "tp=1", "--to", "tp=1", "--world", "2", "--run", "model.spec.hidden_size=1048576",
-      "model.spec.vocab_size=1000000"], ["of memory are free here"]),
+      "model.spec.vocab_size=1000000"], ["of memory are available here"]),
+    (["--from", "tp=2", "--to", "tp=1", "--world", "2", "generation.reshard_bucket_mb=0"],
+     ["generation.reshard_bucket_mb = 0: must be at least 1"]),
+    (["--from", "tp=2", "--to", "tp=1", "--world", "2", "--run", "generation.reshard_bucket_mb=-5"],
+     ["generation.reshard_bucket_mb = -5: must be at least 1"]),
+    (["train.layout.vpp=2", "train.layout.pp=2"], ["train.schedule = 1f1b: has one chunk on each stage, but"]),
+    (["train.layout.vpp=0"], ["1 fault", "train.layout.vpp = 0"]),
+    (["--from", "tp=8", "--to", "tp=8", "--world", "8"],
+     ["--from = tp=8: the model cannot be cut so: tp 8 must divide num_heads 4: use 1, 2, 4",
+      "--to = tp=8: the model cannot be cut so"]),
+    (["--from", "tp=2", "--to", "tp=1", "--world", "3"], ["--from = tp=2: 3 ranks cannot be cut in replicas of 2; "
+                                                          "choose degrees whose product is 1 or 3"]),
+    (["train.layout.tp=2", "--to", "tp=1", "--world", "3"], ["train.layout = tp=2: 3 ranks cannot be cut"]),
+    (["--from", "tp=2", "--to", "tp=2", "train.layout.tp=4", "train.layout.pp=2", "generation.layout.tp=1"],
+     ["train.layout.tp = 4: --from tp=2 has tp 2; write tp=4 there, or leave the key out",
+      "train.layout.pp = 2: --from tp=2 has pp 1", "generation.layout.tp = 1: --to tp=2 has tp 2"]),
+    (["--from", "pp=2", "--to", "tp=1", "train.layout={pp: 4, dp: 0}"], ["train.layout.pp = 4: --from pp=2 has pp 2",
+                                                                         "train.layout.dp = 0: a degree"]),
+    (["--from", "pp=4", "--to", "tp=1", "train.layout.layers_per_stage=[3,1]"],
+     ["layers_per_stage = [3, 1]: --from pp=4 has 4 chunks of layers; give 4 numbers, or "
+      "train.layout.layers_per_stage=null"]),
+    (["--from", "pp=2", "--to", "tp=1", "train.schedule=zb-v"], ["train.schedule = zb-v: has two chunks on each stage, "
+                                                                 "and --from pp=2 has 1; write vpp=2 there"]),
+    (["--from", "pp=2,vpp=2", "--to", "tp=1", "train.schedule=gpipe"], ["train.schedule = gpipe: has one chunk"]),
+    (["--from", "tp=2", "--to", "tp=2", "--across-nodes", "generation.layout.within_node=true", "--bucket-mb", "2",
+      "generation.reshard_bucket_mb=3"], ["generation.layout.within_node = true: --across-nodes is there too",
+                                          "generation.reshard_bucket_mb = 3: --bucket-mb is 2"]),
 ]
 
 
