@@ -119,8 +119,8 @@ class Transfer:
     def _post(self, now: Round, staging: _Staging, src: Storages, dst: Storages) -> _InFlight:
         """Start to send and to receive."""
         have = dst if now.passes_on else src
-        parcels = [*(_Parcel(message, True, _places(message, True, have)) for message in now.sends),
-                   *(_Parcel(message, False, _places(message, False, dst)) for message in now.receives)]
+        parcels = [*(_Parcel(message, True, have) for message in now.sends),
+                   *(_Parcel(message, False, dst) for message in now.receives)]
         for parcel in parcels:
             parcel.lay_in_place(self.wire_dtype, self.world.device)
         staging.pack([parcel for parcel in parcels if parcel.buffer is None])
@@ -148,19 +148,19 @@ class _Parcel:
 
     Attributes:
         buffer: `[numel]`, contiguous in the wire's dtype: what is handed to the backend.
-        places: by piece (or for all of a stretch) the views that it comes from (one) or goes to.
+        places: by part of the message, the views that it comes from (one) or goes to besides the buffer.
     """
 
-    def __init__(self, message: Message, sent: bool, places: list[list[Tensor]]) -> None:
-        self.message, self.sent, self.places = message, sent, places
+    def __init__(self, message: Message, sent: bool, storages: Storages) -> None:
+        self.message, self.sent = message, sent
+        self.places = [[spot.view(storages) for spot in ((part.source,) if sent else part.places)]
+                       for part in message.parts]
         self.buffer: Tensor | None = None
 
     @property
     def contents(self) -> Hashable:
         """The same for parcels that are packed alike: what several receivers want from here is packed once."""
-        if self.sent:
-            return tuple((piece.copy.src_shard, piece.box) for piece in self.message.pieces)
-        return self
+        return tuple(part.source for part in self.message.parts) if self.sent else self
 
     def lay_in_place(self, dtype: torch.dtype, device: torch.device) -> None:
         """Use a place itself as the buffer, if one will do."""
@@ -185,18 +185,14 @@ class _Parcel:
                     view.copy_(part)
 
     def _staged(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Each piece's part of the buffer, with the places that it has besides."""
+        """Each part's stretch of the buffer, shaped as it is, with the places that it has besides."""
         assert self.buffer is not None
-        if self.message.stretch is not None:
-            if self.places[0]:
-                yield self.buffer, self.places[0]
-            return
         start = 0
-        for piece, views in zip(self.message.pieces, self.places):
-            end = start + piece.box.numel
+        for views in self.places:
             if views:
-                yield self.buffer[start:end].view(piece.box.shape), views
-            start = end
+                end = start + views[0].numel()
+                yield self.buffer[start:end].view(views[0].shape), views
+                start = end
 
     def operation(self) -> dist.P2POp:
         """As bytes, which every backend can carry."""
@@ -269,19 +265,6 @@ class _Staging:
 
     def free(self) -> None:
         self._buffer = torch.empty(0, dtype=self._dtype, device=self._device)
-
-
-def _places(message: Message, sent: bool, storages: Storages) -> list[list[Tensor]]:
-    """By piece the views that it comes from (one) or goes to; of a stretch, whatever its pieces, flat ones."""
-    if message.stretch is not None:
-        starts = (message.stretch.source,) if sent else message.stretch.places
-        return [[_flat(storages[name], start, message.numel) for name, start in starts]]
-    return [[shard.view(storages, piece.box) for shard in ((piece.copy.src_shard,) if sent else piece.copy.dst_shards)]
-            for piece in message.pieces]
-
-
-def _flat(storage: Tensor, start: int, numel: int) -> Tensor:
-    return storage.as_strided((numel,), (1,), storage.storage_offset() + start)
 
 
 def _keep(kept: Kept, src: Storages, dst: Storages) -> None:

@@ -1,6 +1,6 @@
 """Rounds: the copies of one rank, cut into messages of bounded size and put in an order in which no rank can lock up.
 
-Pure planning, on top of a plan: it never holds a tensor and never talks. `transfer` carries the rounds out.
+Pure planning, on top of a plan: it keeps no tensor and never talks. `transfer` carries the rounds out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
+
+from torch import Tensor
 
 from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.plan import Copy
@@ -37,15 +40,54 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Where elements without gaps start, as (storage, offset): at the sender, and in each place of the receiver."""
+class Spot:
+    """A strided view, in elements, of a storage; flat where it is one stretch of it."""
 
-    source: tuple[str, int]
-    places: tuple[tuple[str, int], ...]
+    storage: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
-    def after(self, numel: int) -> Stretch:
-        """Where the next ones would start."""
-        return Stretch((self.source[0], self.source[1] + numel), tuple((name, at + numel) for name, at in self.places))
+    def view(self, storages: Mapping[str, Tensor]) -> Tensor:
+        storage = storages[self.storage]
+        return storage.as_strided(self.shape, self.strides, storage.storage_offset() + self.offset)
+
+    def is_followed_by(self, other: Spot) -> bool:
+        return ((self.storage, self.strides, other.strides) == (other.storage, (1,), (1,))
+                and self.offset + self.shape[0] == other.offset)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a message: where a piece, or several that follow each other at both ends, lie. Flat there if without gaps.
+
+    Attributes:
+        source: at the sender.
+        places: at the receiver, wherever it is wanted.
+    """
+
+    source: Spot
+    places: tuple[Spot, ...]
+
+    @classmethod
+    def of(cls, piece: Piece) -> Part:
+        box, shards = piece.box, (piece.copy.src_shard, *piece.copy.dst_shards)
+        if all(shard.is_contiguous(box) for shard in shards):
+            return cls.at(Spot(shard.storage, shard.offset_of(box), (box.numel,), (1,)) for shard in shards)
+        return cls.at(Spot(shard.storage, shard.offset_of(box), box.shape, shard.strides) for shard in shards)
+
+    @classmethod
+    def at(cls, spots: Iterable[Spot]) -> Part:
+        """The sender's first."""
+        source, *places = spots
+        return cls(source, tuple(places))
+
+    def with_next(self, other: Part) -> Part | None:
+        """Both as one; None if `other` does not follow in the memory of both ends."""
+        mine, others = (self.source, *self.places), (other.source, *other.places)
+        if len(mine) != len(others) or not all(map(Spot.is_followed_by, mine, others)):
+            return None
+        return self.at(replace(spot, shape=(spot.shape[0] + after.shape[0],)) for spot, after in zip(mine, others))
 
 
 @dataclass(frozen=True)
@@ -53,12 +95,12 @@ class Message:
     """Pieces that travel to or from `peer` together, one after the other.
 
     Attributes:
-        stretch: where they lie if they lie one after the other at both ends too; else None.
+        parts: the pieces, joined where they follow each other at both ends.
     """
 
     peer: int
     pieces: tuple[Piece, ...]
-    stretch: Stretch | None = None
+    parts: tuple[Part, ...]
 
     @cached_property
     def numel(self) -> int:
@@ -148,18 +190,20 @@ def cut_in_rounds(copies: Iterable[Copy], room: int) -> list[list[Piece]]:
 
 
 def messages_of(peer: int, pieces: Sequence[Piece], least: int) -> list[Message]:
-    """Messages of at least `least` elements: what lies at both ends as one stretch, or pieces with gaps each for
-    itself; and one message of all that is smaller.
+    """A message of its own for each part of at least `least` elements, and one for all that are smaller.
 
     Only what both ends know decides, so that they do the same.
     """
     messages, packed = [], []
-    for run in _runs(pieces):
-        if sum(piece.box.numel for piece in run) >= least:
-            messages.append(Message(peer, tuple(run), _stretch(run[0])))
+    for part, joined in _joined(pieces):
+        if sum(piece.box.numel for piece in joined) >= least:
+            messages.append(Message(peer, tuple(joined), (part,)))
         else:
-            packed += run
-    return [*messages, Message(peer, tuple(packed))] if packed else messages
+            packed.append((part, joined))
+    if packed:
+        parts, small = zip(*packed)
+        messages.append(Message(peer, tuple(chain.from_iterable(small)), parts))
+    return messages
 
 
 def rounds_of(rank: int, copies: Sequence[Copy], room: Mapping[Wire, int], least: int) -> list[Round]:
@@ -194,27 +238,17 @@ def first_reads(rounds: Sequence[Round]) -> list[frozenset[str]]:
     return fresh
 
 
-def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Pieces in order; those of a run follow each other in the memory of the sender and of the receiver."""
-    runs: list[list[Piece]] = []
-    following: Stretch | None = None
+def _joined(pieces: Sequence[Piece]) -> list[tuple[Part, list[Piece]]]:
+    """Pieces in order, joined to as few parts as can be."""
+    found: list[tuple[Part, list[Piece]]] = []
     for piece in pieces:
-        stretch = _stretch(piece)
-        if stretch is not None and stretch == following:
-            runs[-1].append(piece)
+        part = Part.of(piece)
+        longer = found[-1][0].with_next(part) if found else None
+        if longer is None:
+            found.append((part, [piece]))
         else:
-            runs.append([piece])
-        following = stretch and stretch.after(piece.box.numel)
-    return runs
-
-
-def _stretch(piece: Piece) -> Stretch | None:
-    """None where there are gaps at an end."""
-    shards = (piece.copy.src_shard, *piece.copy.dst_shards)
-    if not all(shard.is_contiguous(piece.box) for shard in shards):
-        return None
-    source, *places = ((shard.storage, shard.offset_of(piece.box)) for shard in shards)
-    return Stretch(source, tuple(places))
+            found[-1] = longer, [*found[-1][1], piece]
+    return found
 
 
 def _sent_storages(each: Round) -> set[str]:

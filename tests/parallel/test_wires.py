@@ -50,29 +50,29 @@ def piece_at(name: str, size: int, source: int, *places: tuple[str, int]) -> Pie
     return Piece(Copy(0, 1, box, Shard.of_rows(box, "s", source), shards), box)
 
 
-def sent_as(pieces: list[Piece]) -> list[tuple[str, bool]]:
-    """The tensors of each message, and whether it is a stretch."""
-    return [("".join(piece.box.name for piece in message.pieces), message.stretch is not None)
+def sent_as(pieces: list[Piece]) -> list[tuple[str, int]]:
+    """The tensors of each message, and in how many parts they lie."""
+    return [("".join(piece.box.name for piece in message.pieces), len(message.parts))
             for message in messages_of(7, pieces, LEAST)]
 
 
 def test_large_pieces_travel_alone_and_small_ones_packed():
     a, b, c = piece_at("a", 2, 0, ("d", 0)), piece_at("b", 4, 10, ("d", 20)), piece_at("c", 1, 30, ("d", 5))
-    assert sent_as([a, b, c]) == [("b", True), ("ac", False)]
+    assert sent_as([a, b, c]) == [("b", 1), ("ac", 2)]
     box = Box.whole("w", (2, 3))
     columns = Piece(Copy(0, 1, box, Shard(box, "s", 0, (1, 2)), (Shard.of_rows(box, "d"),)), box)
-    assert sent_as([columns]) == [("w", False)]
+    assert sent_as([columns]) == [("w", 1)]
 
 
 def test_what_follows_at_both_ends_is_one_message():
     q, k, v = (piece_at(name, size, at, ("d", 5 + at)) for name, size, at in (("q", 4, 0), ("k", 2, 4), ("v", 2, 6)))
-    assert sent_as([q, k, v]) == [("qkv", True)]
-    assert sent_as([q, v, k]) == [("q", True), ("vk", False)], "in the order of the memory only"
-    assert sent_as([q, piece_at("k", 2, 4, ("d", 10)), v]) == [("q", True), ("kv", False)], "a gap at the receiver"
-    assert sent_as([q, piece_at("k", 2, 4, ("e", 9))]) == [("q", True), ("k", False)], "another storage"
+    assert sent_as([q, k, v]) == [("qkv", 1)]
+    assert sent_as([q, v, k]) == [("q", 1), ("vk", 2)], "in the order of the memory only"
+    assert sent_as([q, piece_at("k", 2, 4, ("d", 10)), v]) == [("q", 1), ("kv", 2)], "a gap at the receiver"
+    assert sent_as([q, piece_at("k", 2, 4, ("e", 9))]) == [("q", 1), ("k", 1)], "another storage"
     twice = [piece_at("q", 4, 0, ("d", 0), ("e", 0)), piece_at("k", 2, 4, ("d", 4), ("e", 4))]
-    assert sent_as(twice) == [("qk", True)]
-    assert sent_as([twice[0], piece_at("k", 2, 4, ("d", 4), ("e", 5))]) == [("q", True), ("k", False)]
+    assert sent_as(twice) == [("qk", 1)]
+    assert sent_as([twice[0], piece_at("k", 2, 4, ("d", 4), ("e", 5))]) == [("q", 1), ("k", 1)]
 
 
 def test_room_is_shared_by_load_and_never_more_than_there_is():
