@@ -12,7 +12,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -40,6 +39,7 @@ def causal_suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         `[rows, heads, queries, head_dim]`.
     """
+    from torch.nn.attention.bias import causal_lower_right  # brings torch._dynamo: 2 s that few processes need
     aligned = causal_lower_right(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=aligned, enable_gqa=q.shape[1] != k.shape[1])
 

@@ -22,6 +22,7 @@ LATE = {
                                            "megatron.core.transformer.multi_token_prediction"),
     "hybridflow.bench.pipeline": ("torch.distributed.pipelining",),
     "hybridflow.bench.reshard": ("torch.distributed.checkpoint",),
+    "hybridflow.kernels.attention": ("torch.nn.attention.bias",),
     "hybridflow.data.reasoning": ("reasoning_gym",),
     "hybridflow.models.config": ("transformers.modeling_rope_utils",),
 }
