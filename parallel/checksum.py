@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from math import prod
 
 import torch
@@ -133,47 +134,40 @@ class TransferCheck:
             return
         chosen = [copy for copy in self._copies if names is None or copy.box.name in names]
         sent, received = self._by_peer(chosen)
-        mine = {peer: self._message(version, [self._source(copy, src_storages, dst_storages) for copy in copies])
-                for peer, copies in sent.items()}
-        theirs = {peer: torch.empty(1 + len(copies), dtype=torch.int64, device=self._world.device)
-                  for peer, copies in received.items()}
+
+        def sums_of_sources(copies: list[Copy]) -> Tensor:
+            return self._sums([self._source(copy, src_storages, dst_storages) for copy in copies])
+
+        head = torch.tensor([version], device=self._world.device)
+        mine = {peer: torch.cat([head, sums_of_sources(copies)]) for peer, copies in sent.items()}
+        theirs = {peer: head.new_empty(1 + len(copies)) for peer, copies in received.items()}
         swap(mine, theirs, "checksums")
-        expected = [(copy, total) for peer, copies in sorted(received.items())
-                    for copy, total in zip(copies, theirs[peer][1:], strict=True)]
-        expected += [(copy, self._source(copy, src_storages, dst_storages)) for copy in chosen
-                     if copy.source == copy.dest]
-        places, differs = self._compared(expected, dst_storages)
+        kept = [copy for copy in chosen if copy.source == copy.dest]
+        copies = [*chain.from_iterable(received.values()), *kept]
+        expected = torch.cat([*(theirs[peer][1:] for peer in received), sums_of_sources(kept)])
+        places = [(number, shards) for number, copy in enumerate(copies) for shards in self._wanted(copy.box)]
+        found = self._sums([(copies[number].box, shards, dst_storages) for number, shards in places])
+        differs = expected[[number for number, _ in places]] != found
         if self._all_is_well(version, differs):
             return
-        raise self._error(version, self._named(version, received, theirs, places, differs))
+        raise self._error(version, self._named(version, received, theirs, [copies[number] for number, _ in places],
+                                               differs))
 
     def _by_peer(self, chosen: list[Copy]) -> tuple[dict[int, list[Copy]], dict[int, list[Copy]]]:
         """The chosen copies sent to and received from each peer, also a peer of which none is chosen."""
         sent: dict[int, list[Copy]] = {c.dest: [] for c in self._copies if c.dest != self._world.rank}
-        received: dict[int, list[Copy]] = {c.source: [] for c in self._copies if c.source != self._world.rank}
+        sources = sorted({copy.source for copy in self._copies} - {self._world.rank})
+        received: dict[int, list[Copy]] = {source: [] for source in sources}
         for copy in chosen:
             if copy.source != copy.dest:
                 (sent[copy.dest] if copy.source == self._world.rank else received[copy.source]).append(copy)
         return sent, received
 
-    def _message(self, version: int, sums: list[Tensor]) -> Tensor:
-        head = torch.tensor(version, dtype=torch.int64, device=self._world.device)
-        return torch.stack([head, *(each.to(self._world.device) for each in sums)])
-
-    def _source(self, copy: Copy, src_storages: Mapping[str, Tensor], dst_storages: Mapping[str, Tensor]) -> Tensor:
-        """Of what this rank has sent: of its own at hop 0, else of what it has passed on."""
+    def _source(self, copy: Copy, src_storages: Mapping[str, Tensor], dst_storages: Mapping[str, Tensor]) -> _Region:
+        """What this rank has sent: of its own at hop 0, else of what it has passed on."""
         if copy.hop == 0:
-            return self._sum(copy.box, self._src[copy.box.name], src_storages)
-        return self._sum(copy.box, self._dst[copy.box.name], dst_storages)
-
-    def _compared(self, expected: list[tuple[Copy, Tensor]], storages: Mapping[str, Tensor]
-                  ) -> tuple[list[Copy], Tensor]:
-        """A copy for each place that it came to, and `[places]` whether the sum there is another than expected."""
-        found = [(copy, total, here) for copy, total in expected for here in self._arrived(copy.box, storages)]
-        if not found:
-            return [], torch.zeros(0, dtype=torch.bool, device=self._world.device)
-        copies, there, here = zip(*found)
-        return list(copies), torch.stack(there) != torch.stack(here)
+            return copy.box, self._src[copy.box.name], src_storages
+        return copy.box, self._dst[copy.box.name], dst_storages
 
     def _all_is_well(self, version: int, differs: Tensor) -> bool:
         """Whether no rank has a difference and all have one version. The one time that the host waits for the device.
@@ -216,11 +210,21 @@ class TransferCheck:
         heard = told(mine, faulty[0], self._ranks, self._world)
         return mine or f"rank {faulty[0]} says that {heard}"
 
-    def _arrived(self, box: Box, storages: Mapping[str, Tensor]) -> list[Tensor]:
-        """Of `box` in every place that wants it."""
+    def _wanted(self, box: Box) -> list[list[Shard]]:
+        """The shards that `box` arrived in: each that wants all of it by itself, else those that do together."""
         shards = self._dst[box.name]
-        whole = [shard for shard in shards if not box.subtract(shard.box)]
-        return [self._sum(box, [shard], storages) for shard in whole] or [self._sum(box, shards, storages)]
+        return [[shard] for shard in shards if not box.subtract(shard.box)] or [shards]
+
+    def _sums(self, regions: Sequence[_Region]) -> Tensor:
+        """`[regions]`: their checksums.
+
+        Written to one place: small results that are kept one by one, between large ones that are not, keep malloc from
+        giving back memory of as much as the weights.
+        """
+        sums = torch.zeros(len(regions), dtype=torch.int64, device=self._world.device)
+        for number, region in enumerate(regions):
+            sums[number] = self._sum(*region)
+        return sums
 
     def _sum(self, box: Box, shards: Sequence[Shard], storages: Mapping[str, Tensor]) -> Tensor:
         total, missing = torch.zeros((), dtype=torch.int64, device=self._world.device), [box]
@@ -231,6 +235,10 @@ class TransferCheck:
                 total += checksum(values, part, self._shapes[box.name]).to(total.device)
             missing = _without(missing, shard.box)
         return total
+
+
+# A box, shards that cover it, and the storages that these are in.
+_Region = tuple[Box, Sequence[Shard], Mapping[str, Tensor]]
 
 
 def _odd(numbers: Tensor, salt: int) -> Tensor:

@@ -30,7 +30,6 @@ MAX_RANKS = 64
 PRELOAD = ("hybridflow.reshard.move",)
 SHARED_BYTES = 200 * 10**6  # measured: of all processes together, what the first imported before it was forked
 PROCESS_BYTES = 150 * 10**6  # measured: of one process beside weights and messages, while it checks
-CHECKED_AT_ONCE = 8  # tensors
 LABELLED_AT_ONCE = 1 << 20  # elements; labels take eight bytes each, several times over
 PRIME = 509  # labels are whole numbers from -254 to 254, exact in every dtype
 
@@ -122,25 +121,19 @@ def trial(world: World, task: Task) -> _Trial:
         seconds.append(perf_counter() - start)
     stats = transfer.stats
     wrong = first_wrong(shared.shards(world.rank), storages, shared.shapes)
-    unlike = _unlike(check, training, storages, list(shared.shapes), world.rank)  # collective: by all, right or wrong
+    unlike = _unlike(check, training, storages, world.rank)  # collective: by all, right or wrong
     wrong = wrong or unlike
     return _Trial(tuple(seconds), stats.received_bytes // REPEATS, stats.peak_buffer_bytes,
                   sum(tensor.nbytes for tensor in rest.values()) + stats.peak_buffer_bytes,
                   f"rank {world.rank}: {wrong}" if wrong else "")
 
 
-def _unlike(check: TransferCheck, training: dict[str, Tensor], storages: dict[str, Tensor], names: list[str],
-            rank: int) -> str:
-    """What checksums show this rank to have wrong, as in runs, where nobody knows what should arrive; else "".
-
-    A few tensors at a time: small results that wait for the others keep malloc from giving back what was large between
-    them, measured as 0.8 GB for a model of as much.
-    """
-    for start in range(0, len(names), CHECKED_AT_ONCE):
-        try:
-            check.verify(training, storages, version=0, names=names[start:start + CHECKED_AT_ONCE])
-        except IntegrityError as error:  # all ranks hear of it, and stop here
-            return str(error) if rank in error.ranks else ""
+def _unlike(check: TransferCheck, training: dict[str, Tensor], storages: dict[str, Tensor], rank: int) -> str:
+    """What checksums show this rank to have wrong, as in runs, where nobody knows what should arrive; else ""."""
+    try:
+        check.verify(training, storages, version=0)
+    except IntegrityError as error:  # all ranks hear of it
+        return str(error) if rank in error.ranks else ""
     return ""
 
 
