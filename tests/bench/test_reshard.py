@@ -17,14 +17,15 @@ TINY = replace(MODEL, vocab_size=32, hidden_size=16, intermediate_size=24, num_l
 
 @pytest.mark.parametrize("case", [replace(case, model=TINY) for case in reshard.CASES[:2]], ids=str)
 def test_all_rivals_agree_and_are_timed(case: Case, tmp_path):
-    measured = run_ranks(4, reshard.race, case, 2, str(tmp_path))
+    measured = run_ranks(4, reshard.race, case, 2, 3, str(tmp_path))
     reshard.require_right(case, measured)
     for one in measured:
-        expected = {OURS, PACKED, GATHER, CHECKPOINT, WIRE}
+        expected = {OURS, PACKED, GATHER, CHECKPOINT}
         expected |= set() if one.notes else {MEGATRON}
         expected |= {DTENSOR} if case.train.pp == 1 else set()
         assert set(one.clocked) == expected
         assert all(len(rounds) == 2 for rounds in one.clocked.values())
+        assert {name: len(rounds) for name, rounds in one.beside_wire.items()} == {OURS: 3, WIRE: 3}
         assert one.received_bytes[OURS] == one.received_bytes[PACKED] == one.lower_bound_bytes
         assert one.own_bytes[OURS] <= one.own_bytes[PACKED] == one.own_bytes[GATHER]
     for name in (MEGATRON, DTENSOR, GATHER):
@@ -71,8 +72,9 @@ def test_megatron_interleaves_the_rows_of_heads():
 def measured(seconds: dict | None = None, moved: dict | None = None, wrong: dict | None = None) -> Measured:
     of = {OURS: 1.0, PACKED: 1.1, GATHER: 2.5, MEGATRON: 1.2, CHECKPOINT: 3.0, WIRE: 0.9} | (seconds or {})
     received = dict.fromkeys(of.keys() - {WIRE}, 10) | (moved or {})
-    return Measured({name: [(wall, wall)] * 3 for name, wall in of.items()}, received, dict.fromkeys(received, 0),
-                    wrong or {}, [], lower_bound_bytes=10)
+    clocked = {name: [(wall, wall)] * 3 for name, wall in of.items()}
+    beside_wire = {OURS: clocked[OURS], WIRE: clocked.pop(WIRE)}
+    return Measured(clocked, beside_wire, received, dict.fromkeys(received, 0), wrong or {}, [], lower_bound_bytes=10)
 
 
 def only_fault(of: Measured) -> str:
