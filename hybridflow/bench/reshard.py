@@ -78,8 +78,8 @@ def main() -> int:
     print(table(("case", "rival", "models moved", "own MiB", "median ms", "least ms", "CPU ms", "to ours", "least"),
                 rows))
     print(f"{ROUNDS} rounds in turns, of the wire {ROUNDS_WITH_WIRE} in turns with {OURS} alone. To ours: median and "
-          f"least of the ratios round by round to {OURS}; above 1, ours is faster. CPU: all ranks together. Own: memory "
-          "beside the training weights, of the rank with the most.")
+          f"least of the ratios round by round to {OURS}; above 1, ours is faster. CPU: all ranks together. Own: "
+          "memory beside the training weights, of the rank with the most.")
     print("\n".join([*dict.fromkeys(notes), *faults]))
     return 1 if faults else 0
 
