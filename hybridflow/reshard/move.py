@@ -163,8 +163,7 @@ def _training(task: Task, rank: int) -> dict[str, Tensor]:
     """The training storages of a rank, flat, with their labels in them."""
     sizes: dict[str, int] = {}
     for shard in task.src.shards(rank):
-        end = shard.offset + 1 + sum((size - 1) * stride for size, stride in zip(shard.box.shape, shard.strides))
-        sizes[shard.storage] = max(sizes.get(shard.storage, 0), end)
+        sizes[shard.storage] = max(sizes.get(shard.storage, 0), shard.end_of(shard.box))
     storages = {name: torch.empty(size, dtype=task.dtype) for name, size in sizes.items()}
     for shard in task.src.shards(rank):
         for part in shard.box.cut(LABELLED_AT_ONCE):
