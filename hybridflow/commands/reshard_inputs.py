@@ -73,6 +73,10 @@ def checked(arguments: argparse.Namespace) -> Task:
 def _model(arguments: argparse.Namespace, faults: list[Fault]) -> tuple[ModelConfig | None, Config | None]:
     """The model, and the config where a YAML file has it. None where there is none to be had."""
     path: Path = arguments.model
+    if not path.exists():
+        faults.append(Fault("--model", path, "no such file", "give the YAML file of a run, or a Hugging Face folder or "
+                            "config.json"))
+        return None, None
     if not (path.is_dir() or path.suffix == ".json"):
         try:
             return _model_of_run(path, arguments.overrides, arguments.train is None, faults)
@@ -83,16 +87,12 @@ def _model(arguments: argparse.Namespace, faults: list[Fault]) -> tuple[ModelCon
         faults.append(Fault("key=value", " ".join(arguments.overrides), f"{path} is no YAML file, which alone has keys",
                             "leave them out"))
     try:
-        return (ModelConfig.from_hf_folder(path) if path.is_dir() else _from_json(path)), None
+        if path.is_dir():
+            return ModelConfig.from_hf_folder(path), None
+        return ModelConfig.from_hf_dict(read_json_object(path)), None
     except ValueError as error:
         faults.append(Fault("--model", path, str(error)))
         return None, None
-
-
-def _from_json(path: Path) -> ModelConfig:
-    if not path.is_file():
-        raise ValueError("no such file")
-    return ModelConfig.from_hf_dict(read_json_object(path))
 
 
 def _model_of_run(path: Path, overrides: Sequence[str], reads_layout: bool,
