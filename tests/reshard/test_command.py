@@ -291,7 +291,7 @@ def test_faults_are_told_all_at_once_before_any_process(words, told, model, caps
 
 
 @pytest.mark.parametrize(("name", "content", "told"), [
-    ("missing.yaml", None, "missing.yaml: no such file; give the YAML file of a run, or"), ("missing.json", None, "no such file"),
+    ("missing.yaml", None, "no such file; give the YAML file of a run, or"), ("missing.json", None, "no such file"),
     ("list.yaml", "[1]", "holds a list"), ("bad.json", "{", "Expecting"),
     ("gpt.json", '{"model_type": "gpt2"}', "gpt2"),
     ("empty.yaml", "{}", "model.path"),
