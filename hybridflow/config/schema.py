@@ -158,18 +158,28 @@ class GenerationConfig:
     """Responses drawn for each prompt; a group in grpo."""
     max_new_tokens: int = 64
     """Longest response, in tokens."""
+    min_new_tokens: int = 0
+    """Shortest response, in tokens: nothing ends it before."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens already in prompt or response are divided by it, negative ones multiplied. 1: off."""
     temperature: float = 1.0
     """Sampling temperature; log-probs are measured under it in training too. 0: greedy (not for training)."""
     top_k: int = 0
     """Sample from the k likeliest tokens. 0: all."""
     top_p: float = 1.0
     """Sample from the likeliest tokens that hold this probability. 1: all."""
+    min_p: float = 0.0
+    """Sample from tokens at least this many times as likely as the likeliest. 0: all."""
     stop: list[int | str] = field(default_factory=list)
-    """Token ids, or strings that are one token, which end a response. The end-of-text token always does."""
+    """Token ids, or strings anywhere in the response, which end it. The end-of-text token always does."""
     max_rows: int | None = None
     """Responses that one replica decodes at once. Memory and speed only. null: 256."""
-    kv_cache_mb: int = 4096
-    """Largest key/value cache of one rank, in MiB; fewer responses are decoded at once where it would not do."""
+    max_step_tokens: int = 2048
+    """Tokens of one forward of generation: those that decode, and prompt tokens beside them. Memory and speed only."""
+    kv_cache_mb: int | None = None
+    """Key/value cache of one rank, in MiB. null: half of the device's free memory, or of a rank's part of the host's."""
+    batch_invariant: bool = False
+    """A token's logits depend neither on the rest of the batch nor on the layout; training computes the same bits."""
     reshard_bucket_mb: int = 256
     """Largest piece in flight while weights move to the generation layout, in MiB."""
     weights: GenerationWeights | None = None

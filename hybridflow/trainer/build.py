@@ -129,7 +129,8 @@ class Builder:
 
     def sampling(self) -> SamplingParams:
         generation = self.config.generation
-        return SamplingParams(generation.max_new_tokens, generation.temperature, generation.top_k, generation.top_p,
+        return SamplingParams(generation.max_new_tokens, generation.min_new_tokens, generation.repetition_penalty,
+                              generation.temperature, generation.top_k, generation.top_p, generation.min_p,
                               self.inputs.stop_ids)
 
     def reduction(self) -> Reduction:
@@ -175,7 +176,9 @@ class Builder:
     @property
     def _limits(self) -> GenerationLimits:
         generation = self.config.generation
-        limits = GenerationLimits(max_cache_bytes=generation.kv_cache_mb * MIB)
+        limits = GenerationLimits(max_prefill_tokens=generation.max_step_tokens)
+        if generation.kv_cache_mb is not None:
+            limits = replace(limits, max_cache_bytes=generation.kv_cache_mb * MIB)
         return limits if generation.max_rows is None else replace(limits, max_batch_rows=generation.max_rows)
 
     @property
