@@ -177,7 +177,7 @@ class GenerationConfig:
     max_step_tokens: int = 2048
     """Tokens of one forward of generation: those that decode, and prompt tokens beside them. Memory and speed only."""
     kv_cache_mb: int | None = None
-    """Key/value cache of one rank, in MiB. null: half of the device's free memory, or of a rank's part of the host's."""
+    """Key/value cache of one rank, in MiB. null: half of the device's free memory, or a rank's part of the host's."""
     batch_invariant: bool = False
     """A token's logits depend neither on the rest of the batch nor on the layout; training computes the same bits."""
     reshard_bucket_mb: int = 256
