@@ -1,0 +1,185 @@
+"""One call of generation: the turns of its groups, from the waiting line to completions.
+
+Owns the loop of plan, run, sample and commit. What runs in a step is the scheduler's, how it is computed the runner's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridflow.generation.blocks import BLOCK_TOKENS
+from hybridflow.generation.exchange import Choices, Exchange
+from hybridflow.generation.random import stream_keys
+from hybridflow.generation.records import Begun, Completion, FinishReason, Prompt, SamplingParams
+from hybridflow.generation.results import Results, Sampled
+from hybridflow.generation.runner import StageRunner, StepBatch
+from hybridflow.generation.sampling import Sampler
+from hybridflow.generation.scheduler import Request, Scheduler, Sequence as Running, StepPlan
+from hybridflow.generation.stop_strings import StopStrings
+
+NOTHING = Begun((), (), None, ())
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A step whose choices are not committed yet."""
+
+    plan: StepPlan
+    choices: Choices
+
+
+class Session:
+    """What waits, what runs and what has been sampled in one `generate` call."""
+
+    def __init__(self, runner: StageRunner, scheduler: Scheduler, exchange: Exchange, prompts: Sequence[Prompt],
+                 params: SamplingParams, seed: int, version: int, vocab_size: int,
+                 decode: Callable[[Sequence[int]], str] | None) -> None:
+        self.runner, self.scheduler, self.exchange = runner, scheduler, exchange
+        self.prompts, self.params, self.version = prompts, params, version
+        self.sampler = Sampler(params, vocab_size)
+        self.rows = RowState(scheduler.tables.shape[0], exchange.device)
+        self.results = Results(len(prompts))
+        self.ended = np.zeros(len(prompts), dtype=bool)
+        self.stopped = np.zeros(len(prompts), dtype=bool)
+        self.is_stop = np.zeros(vocab_size, dtype=bool)
+        self.is_stop[list(params.stop_ids)] = True
+        self.text_ends = StopStrings(params.stop_strings, decode) if params.stop_strings else None
+        ids = torch.tensor([[p.id, p.sample] for p in prompts], dtype=torch.int64).view(-1, 2)
+        self.keys = stream_keys(seed, ids[:, 0], ids[:, 1]).numpy()  # [requests]
+        self.in_flight: tuple[deque[Turn], ...] = tuple(deque() for _ in range(scheduler.num_groups))
+
+    def run(self, interrupt: Callable[[], bool] | None) -> list[Completion]:
+        self.scheduler.add(self.requests())
+        group = 0
+        while not (self.scheduler.is_idle and not any(self.in_flight)):
+            if self.turn(group, interrupt):
+                break
+            group = (group + 1) % len(self.in_flight)
+        return self.completions()
+
+    def requests(self) -> Iterator[Request]:
+        """Longest prompt first, so that a lack of memory shows at the start, and equal prompts side by side."""
+        def order(i: int) -> tuple:
+            return -len(self.prompts[i].ids), self.prompts[i].ids, i
+
+        for i in sorted(range(len(self.prompts)), key=order):
+            prompt = self.prompts[i]
+            begun = (prompt.begun or NOTHING).response_ids
+            yield Request(i, prompt.ids, self.params.max_new_tokens - len(begun), begun)
+
+    def turn(self, group: int, interrupt: Callable[[], bool] | None) -> bool:
+        """One step of a group, once the choices of its step before are in. Returns whether all shall stop."""
+        waiting = self.in_flight[group]
+        while len(waiting) > self.exchange.lag:
+            if self.collect(waiting.popleft()):
+                return True
+        plan = self.scheduler.plan(group)
+        if plan is None:
+            return bool(waiting) and self.collect(waiting.popleft())
+        waiting.append(Turn(plan, self.step(plan, interrupt)))
+        return False
+
+    def step(self, plan: StepPlan, interrupt: Callable[[], bool] | None) -> Choices:
+        """Run a plan on this stage and let the last one choose."""
+        self.rows.enter(plan, self.keys, self.prompts)
+        batch = self.rows.batch(plan, self.scheduler.tables)
+        hidden = self.runner.run(batch, self.exchange.receive_hidden(len(plan.slots)))
+        self.runner.copy_blocks(plan.copies)
+        choice = None
+        if self.exchange.leads_sampling:
+            choice = self.sampler.choose(self.runner.logits(hidden), *self.rows.draws(plan), None)
+        elif self.exchange.is_last:
+            self.runner.logits(hidden)  # its gather is collective
+        else:
+            self.exchange.send_hidden(hidden)
+        choices = self.exchange.share(choice, len(plan.sequences), interrupt is not None and interrupt())
+        self.rows.sampled(plan, choices)
+        return choices
+
+    def collect(self, turn: Turn) -> bool:
+        """Commit a step's choices. Returns whether all shall stop."""
+        plan, chosen = turn.plan, turn.choices.on_host()
+        requests = np.fromiter((s.request.index for s in plan.sequences), np.int64, len(plan.sequences))
+        done = self.is_stop[chosen.tokens]
+        if self.text_ends is not None:
+            done |= self.completes_a_string(plan.sequences, chosen.tokens)
+        fresh = ~self.ended[requests]  # behind a lagging host, a sequence may have run a step past its end
+        self.results.add(requests[fresh], chosen.tokens[fresh], chosen.log_probs[fresh],
+                         None if chosen.processed is None else chosen.processed[fresh])
+        self.stopped[requests[fresh & done]] = True
+        for sequence in self.scheduler.commit(plan, chosen.tokens, done):
+            self.ended[sequence.request.index] = True
+        return chosen.stop
+
+    def completes_a_string(self, sequences: Sequence[Running], tokens: np.ndarray) -> np.ndarray:
+        responses = ([*s.request.begun, *s.response, int(token)] for s, token in zip(sequences, tokens, strict=True))
+        return np.array([len(ids) >= self.params.min_new_tokens and self.text_ends.ends(ids) for ids in responses])
+
+    def completions(self) -> list[Completion]:
+        self.scheduler.stop()
+        rows = zip(self.prompts, self.results.by_request(), self.ended, self.stopped, strict=True)
+        return [self.completion(*row) for row in rows]
+
+    def completion(self, prompt: Prompt, new: Sampled, ended: bool, stopped: bool) -> Completion:
+        begun = prompt.begun or NOTHING
+        ids, log_probs = new.ids.tolist(), new.log_probs.tolist()
+        _check_numbers(prompt, log_probs, len(begun.response_ids))
+        reason = FinishReason.INTERRUPTED
+        if ended:
+            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        processed = None
+        if new.processed is not None or begun.processed_log_probs is not None:
+            processed = (*(begun.processed_log_probs or begun.log_probs),
+                         *(log_probs if new.processed is None else new.processed.tolist()))
+        return Completion(prompt.id, prompt.sample, prompt.ids, (*begun.response_ids, *ids),
+                          (*begun.log_probs, *log_probs), reason, processed,
+                          (*begun.versions, *[self.version] * len(ids)))
+
+
+class RowState:
+    """What each slot needs beside its blocks: its newest token, its random stream, how many tokens it has drawn."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._device = device
+        self._newest = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._keys, self._counts = np.zeros(max_rows, dtype=np.int64), np.zeros(max_rows, dtype=np.int64)
+
+    def enter(self, plan: StepPlan, keys: np.ndarray, prompts: Sequence[Prompt]) -> None:
+        """Sequences that have left their prefill in this step begin to draw where their responses are."""
+        for slot, sequence in zip(plan.sample_slots[plan.num_decode :], plan.sequences[plan.num_decode :], strict=True):
+            self._keys[slot] = keys[sequence.request.index]
+            self._counts[slot] = len(sequence.request.begun) + len(sequence.response)
+
+    def batch(self, plan: StepPlan, tables: np.ndarray) -> StepBatch:
+        """The step on the device. What is already there is not copied."""
+        width = int(plan.positions.max()) // BLOCK_TOKENS + 1
+        slots, prompts = self._to(plan.slots), self._to(plan.prefill_ids)
+        ids = self._newest.index_select(0, slots[: plan.num_decode])
+        if len(prompts):
+            ids = torch.cat([ids, prompts])
+        return StepBatch(plan.num_decode, plan.chunks, ids, self._to(plan.positions), slots,
+                         self._to(tables[:, :width]), self._to(plan.sample_at))
+
+    def draws(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """Which streams the step draws from, and where in them."""
+        return self._to(self._keys[plan.sample_slots]), self._to(self._counts[plan.sample_slots])
+
+    def sampled(self, plan: StepPlan, choices: Choices) -> None:
+        self._newest[self._to(plan.sample_slots).long()] = choices.tokens
+        self._counts[plan.sample_slots] += 1
+
+    def _to(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _check_numbers(prompt: Prompt, log_probs: list[float], begun: int) -> None:
+    if not all(value == value for value in log_probs):
+        place = begun + next(i for i, value in enumerate(log_probs) if value != value)
+        raise FloatingPointError(f"prompt id {prompt.id}, sample {prompt.sample}: the log-prob of response token {place} "
+                                 "is NaN: the model's logits are not finite; check its weights and the learning rate")
