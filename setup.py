@@ -42,6 +42,7 @@ setup(
     python_requires=">=3.10",
     packages=packages(),
     package_dir={f"hybridflow.{folder}": folder for folder in MAPPED},
+    package_data={"hybridflow.kernels.native": ["*.h", "*.cpp"]},  # compiled at first use on the host
     entry_points={"console_scripts": ["hybridflow=hybridflow.cli:main"]},
     # Without a GPU install a CPU torch first (`launch/env.sh` does): the default wheel brings gigabytes of CUDA.
     install_requires=[

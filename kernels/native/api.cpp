@@ -1,0 +1,92 @@
+// C entry points of the team and of products. Each takes a dtype code (types.h) and calls the template; no arithmetic here.
+#include <pthread.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "gemm.h"
+#include "team.h"
+
+namespace hf {
+namespace {
+
+// A fork copies only the calling thread: the child forgets the parent's team (its threads do not exist there).
+struct TheTeam {
+    std::mutex mutex;
+    std::atomic<Team*> team{nullptr};
+    int threads = 1;
+};
+TheTeam& the_team() {
+    static TheTeam* one = [] {
+        pthread_atfork(nullptr, nullptr, [] { new (&the_team().mutex) std::mutex; the_team().team = nullptr; });
+        return new TheTeam;  // never destroyed: worker threads may outlive static destructors
+    }();
+    return *one;
+}
+
+}  // namespace
+
+Team& team() {
+    TheTeam& one = the_team();
+    if (Team* team = one.team.load(std::memory_order_acquire)) return *team;
+    std::lock_guard<std::mutex> lock(one.mutex);
+    if (one.team.load() == nullptr) one.team = new Team(one.threads);
+    return *one.team.load();
+}
+
+}  // namespace hf
+
+using namespace hf;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// The team has `threads` threads from now on. Not while another thread of the program is inside the library.
+void hf_threads(int threads) {
+    TheTeam& one = the_team();
+    std::lock_guard<std::mutex> lock(one.mutex);
+    Team* old = one.team.load();
+    if (old != nullptr && old->size() == threads) return;
+    delete old;
+    one.team = nullptr;
+    one.threads = threads;
+}
+
+size_t hf_packed_bytes(int dtype, long n, long k) {
+    switch (Dtype(dtype)) {
+        case Dtype::Float32: return packed_bytes<float>(n, k);
+        case Dtype::BFloat16: return packed_bytes<bf16>(n, k);
+        case Dtype::Float64: return packed_bytes<double>(n, k);
+    }
+    return 0;
+}
+
+void hf_pack(int dtype, const void* w, long n, long k, long row_stride, long col_stride, void* out) {
+    team().run([&](int thread) {
+        int threads = team().size();
+        switch (Dtype(dtype)) {
+            case Dtype::Float32: return pack_part(thread, threads, (const float*)w, n, k, row_stride, col_stride, out);
+            case Dtype::BFloat16: return pack_part(thread, threads, (const bf16*)w, n, k, row_stride, col_stride, out);
+            case Dtype::Float64: return pack_part(thread, threads, (const double*)w, n, k, row_stride, col_stride, out);
+        }
+    });
+}
+
+// y [m, n] = x W^T + bias (or null), of the dtype, or of its compute type where `wide_out`.
+void hf_linear(int dtype, const void* x, long m, long x_stride, const void* packed, const void* bias, long n, long k,
+               int segments, int wide_out, void* y, long y_stride) {
+    team().run([&](int thread) {
+        auto part = [&]<class T, class Out>(T, Out) {
+            gemm_part(thread, team().size(), (const T*)x, m, x_stride, packed, (const T*)bias, n, k, segments, (Out*)y,
+                      y_stride);
+        };
+        switch (Dtype(dtype)) {
+            case Dtype::Float32: return part(float(), float());
+            case Dtype::Float64: return part(double(), double());
+            case Dtype::BFloat16: return wide_out ? part(bf16(), float()) : part(bf16(), bf16());
+        }
+    });
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,112 @@
+"""Tensors to the C++ kernels: packed weights and products. The arithmetic is in kernels/native/*.h.
+
+Owns the checks of shapes and dtypes before a pointer leaves Python. It never decides between these kernels and torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_long, c_size_t, c_void_p
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hybridflow.kernels.native_build import NativeLibrary, Unavailable, native_library
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}  # as kernels/native/types.h
+COMPUTE = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float64: torch.float64}
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [n, k] in the kernels' own layout (kernels/native/gemm.h): a copy, so new weights need a new one."""
+
+    data: Tensor  # uint8 [bytes]
+    n: int
+    k: int
+    dtype: torch.dtype
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library with its signatures declared.
+
+    Raises:
+        RuntimeError: it cannot be built here; `native_library()` says so beforehand.
+    """
+    found = native_library()
+    if isinstance(found, Unavailable):
+        raise RuntimeError(f"the native kernels are not available: {found.reason}")
+    return declare(found)
+
+
+def declare(found: NativeLibrary) -> ctypes.CDLL:
+    """Argument and result types of every entry point of api.cpp."""
+    lib = found.library
+    lib.hf_threads.argtypes, lib.hf_threads.restype = [c_int], None
+    lib.hf_packed_bytes.argtypes, lib.hf_packed_bytes.restype = [c_int, c_long, c_long], c_size_t
+    lib.hf_pack.argtypes = [c_int, c_void_p, c_long, c_long, c_long, c_long, c_void_p]
+    lib.hf_pack.restype = None
+    lib.hf_linear.argtypes = [c_int, c_void_p, c_long, c_long, c_void_p, c_void_p, c_long, c_long, c_int, c_int,
+                              c_void_p, c_long]
+    lib.hf_linear.restype = None
+    return lib
+
+
+def set_threads(threads: int) -> None:
+    """How many threads every call uses from now on (1 until the first call of this). Results do not depend on it."""
+    if threads < 1:
+        raise ValueError(f"threads is {threads}: must be at least 1, for instance the number of cores")
+    library().hf_threads(threads)
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """`weight` [n, k] with any strides, fp32, bf16 or fp64, copied into the kernels' layout."""
+    code = _code(weight)
+    n, k = weight.shape
+    # torch aligns what it allocates to 64 bytes, as the panels want it.
+    data = torch.empty(library().hf_packed_bytes(code, n, k), dtype=torch.uint8)
+    library().hf_pack(code, weight.data_ptr(), n, k, weight.stride(0), weight.stride(1), data.data_ptr())
+    return PackedWeight(data, n, k, weight.dtype)
+
+
+def linear(
+    x: Tensor, packed: PackedWeight, bias: Tensor | None = None, segments: int = 1, wide: bool = False
+) -> Tensor:
+    """x W^T + bias in which a row's result does not depend on the other rows, bit for bit.
+
+    Args:
+        x: [..., k] of the weight's dtype; rows may be strided.
+        bias: [n] of the same dtype, or None.
+        segments: k is summed in this many parts that are added as a balanced binary tree; k must be a multiple.
+        wide: the answer in the compute type (fp32 for bf16) instead of the weight's.
+
+    Returns: [..., n].
+    """
+    _check(x, packed, bias, segments)
+    rows = x.reshape(-1, packed.k)
+    if rows.shape[0] and packed.k and rows.stride(1) != 1:
+        rows = rows.contiguous()
+    y = torch.empty(rows.shape[0], packed.n, dtype=COMPUTE[x.dtype] if wide else x.dtype)
+    library().hf_linear(DTYPES[x.dtype], rows.data_ptr(), rows.shape[0], rows.stride(0), packed.data.data_ptr(),
+                        None if bias is None else bias.data_ptr(), packed.n, packed.k, segments, int(wide),
+                        y.data_ptr(), packed.n)
+    return y.view(*x.shape[:-1], packed.n)
+
+
+def _check(x: Tensor, packed: PackedWeight, bias: Tensor | None, segments: int) -> None:
+    _code(x)
+    if x.dtype != packed.dtype or x.shape[-1] != packed.k:
+        raise ValueError(f"x is {list(x.shape)} {x.dtype}: the packed weight takes [..., {packed.k}] {packed.dtype}")
+    if bias is not None and (bias.shape != (packed.n,) or bias.dtype != x.dtype or not bias.is_contiguous()):
+        raise ValueError(f"bias is {list(bias.shape)} {bias.dtype}: must be contiguous [{packed.n}] {x.dtype}")
+    if segments < 1 or packed.k % segments:
+        raise ValueError(f"segments is {segments}: must divide k, which is {packed.k}")
+
+
+def _code(tensor: Tensor) -> int:
+    if tensor.dtype not in DTYPES or tensor.device.type != "cpu":
+        raise ValueError(f"a tensor is {tensor.dtype} on {tensor.device}: must be fp32, bf16 or fp64 on the CPU")
+    return DTYPES[tensor.dtype]
