@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from hybridflow.config.faults import Fault, listed
-from hybridflow.config.layouts import divisors
+from hybridflow.config.layouts import divisors, written_generation_layout
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 from hybridflow.config.words import ScheduleName
@@ -43,7 +43,7 @@ class Which(Enum):
     @property
     def keys(self) -> tuple[str, ...]:
         """Those that its block can give."""
-        return self.degrees if self is Which.TRAIN else ("tp",)
+        return self.degrees if self is Which.TRAIN else ("tp", "pp")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def written_degrees(arguments: argparse.Namespace, which: Which, config: Config 
 
 
 def _of_config(which: Which, config: Config) -> LayoutConfig:
-    return config.train.layout if which is Which.TRAIN else LayoutConfig(tp=config.generation.layout.tp)
+    return config.train.layout if which is Which.TRAIN else written_generation_layout(config)
 
 
 def _with_chunks(which: Which, degrees: Degrees, config: Config) -> Degrees:

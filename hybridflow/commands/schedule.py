@@ -15,7 +15,13 @@ from pathlib import Path
 from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.command import Command
 from hybridflow.config.faults import require_none
-from hybridflow.config.layouts import ranks_of_replica, token_multiple, used_roles, written_layout
+from hybridflow.config.layouts import (
+    ranks_of_replica,
+    token_multiple,
+    used_roles,
+    written_generation_layout,
+    written_layout,
+)
 from hybridflow.config.load import read_tree, typed
 from hybridflow.config.schema import Config, SftConfig
 from hybridflow.config.validate import validate
@@ -138,7 +144,8 @@ def _least_world(config: Config, command: Command) -> int:
     if train.dp is not None:
         return max(1, ranks_of_replica(train) * train.dp)
     replicas = [ranks_of_replica(written_layout(config, role)) for role in used_roles(config, command)]
-    return lcm(*(max(1, ranks) for ranks in (*replicas, config.generation.layout.tp)))
+    generating = ranks_of_replica(written_generation_layout(config))
+    return lcm(*(max(1, ranks) for ranks in (*replicas, generating)))
 
 
 def _most_micro_batches(config: Config, world_size: int) -> int:

@@ -11,7 +11,15 @@ from math import prod
 from hybridflow.config.batch_math import counted
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault, listed
-from hybridflow.config.layouts import LEARNING, Role, divisors, layout_key, used_roles, written_layout
+from hybridflow.config.layouts import (
+    LEARNING,
+    Role,
+    divisors,
+    layout_key,
+    used_roles,
+    written_generation_layout,
+    written_layout,
+)
 from hybridflow.config.model_schema import LayoutConfig, ModelSpec
 from hybridflow.config.schema import Config
 from hybridflow.config.words import Recompute, ScheduleName
@@ -31,10 +39,9 @@ def layout_faults(config: Config, world_size: int, command: Command) -> Iterator
         yield from _chunks(key, layout, config.train.schedule if key in learning else None, spec)
     if command is Command.EXPORT:  # it generates nothing
         return
-    tp = config.generation.layout.tp
-    if tp < 1 or world_size % tp:
-        yield Fault("generation.layout.tp", tp, f"world size {world_size} cannot be cut in tp {tp}",
-                    f"choose tp {listed(divisors(world_size))}")
+    generating = written_generation_layout(config)
+    yield from _degrees_of_world("generation.layout", generating, world_size)
+    yield from _chunks("generation.layout", generating, None, spec)
 
 
 def recompute_faults(config: Config, num_layers: Mapping[Role, int]) -> Iterator[Fault]:

@@ -83,9 +83,14 @@ def token_multiple(layout: LayoutConfig) -> int:
 
 
 def generation_layout(config: Config, world_size: int) -> LayoutConfig:
-    """The actor's layout while it generates: one stage, its own tp, the rest replicas."""
-    tp = config.generation.layout.tp
-    return LayoutConfig(tp=tp, dp=world_size // tp)
+    """The actor's layout while it generates: its own tp and pp, the rest replicas."""
+    layout = written_generation_layout(config)
+    return replace(layout, dp=world_size // ranks_of_replica(layout))
+
+
+def written_generation_layout(config: Config) -> LayoutConfig:
+    """The same as written: dp is what is left."""
+    return LayoutConfig(tp=config.generation.layout.tp, pp=config.generation.layout.pp)
 
 
 def divisors(number: int) -> list[int]:

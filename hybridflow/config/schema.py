@@ -15,6 +15,7 @@ from hybridflow.config.words import (
     AlgorithmName,
     DataSource,
     Decay,
+    GenerationBalance,
     GenerationWeights,
     GymScoring,
     KLEstimatorName,
@@ -143,7 +144,9 @@ class GenerationLayoutConfig:
     """How the actor is split while it generates."""
 
     tp: int = 1
-    """Tensor parallel degree of generation; the other ranks are replicas that share out the prompts."""
+    """Tensor parallel degree of generation; replicas of tp x pp ranks share out the prompts."""
+    pp: int = 1
+    """Pipeline parallel degree of generation: stages of even layers, with as many groups of responses in turn."""
     within_node: bool = True
     """Keep each tensor group of generation in a node, even where more bytes then move. No effect where none fits."""
 
@@ -154,6 +157,8 @@ class GenerationConfig:
 
     layout: GenerationLayoutConfig = field(default_factory=GenerationLayoutConfig)
     """The actor's generation layout."""
+    balance: GenerationBalance = GenerationBalance.OWN
+    """Prompts of a replica: own (dealt out beforehand, by length) | shared (taken from one queue as it gets room)."""
     samples_per_prompt: int = 1
     """Responses drawn for each prompt; a group in grpo."""
     max_new_tokens: int = 64

@@ -63,6 +63,11 @@ class GenerationWeights(Enum):
     PACKED = "packed"
 
 
+class GenerationBalance(Enum):
+    OWN = "own"
+    SHARED = "shared"
+
+
 class ReshardCheck(Enum):
     ALL = "all"
     SAMPLED = "sampled"

@@ -85,6 +85,8 @@ def test_each_chunk_has_a_layer_of_a_folders_model(tmp_path):
             "train": {"schedule": "interleaved", "layout": {"pp": 2, "vpp": 2}}}
     (found,) = shapes(2, tree=tree)
     assert "pp 2 x vpp 2 = 4 chunks must be at most num_layers 2" in found
+    (found,) = shapes(4, "generation.layout.pp=4", tree={"model": tree["model"]})
+    assert "generation.layout = tp 1 pp 4 dp 1: model.path: pp 4 must be at most num_layers 2" in found
 
 
 def test_recomputation_stops_within_a_chunk_of_a_folders_model(tmp_path):

@@ -78,7 +78,7 @@ def test_words(key, word, meant):
     ("kl_coef", "algorithm.kl.coef"),
     ("algorithm.clip.hihg", "algorithm.clip.high"),
     ("modle", "model"),
-    ("generation.layout.pp", "train.layout.pp"),
+    ("generation.layout.sequence_parallel", "train.layout.sequence_parallel"),
 ])
 def test_an_unknown_key_names_the_nearest(key, meant):
     fault = faults_of({}, f"{key}=2")[key]

@@ -43,6 +43,12 @@ def test_every_role_has_its_layout_checked_and_only_roles_that_exist():
                    "generation.layout.tp=3")
     assert set(found) == {"model.critic.layout.tp", "model.reference.layout.pp", "generation.layout.tp"}
     assert "choose tp 1, 2 or 4" in found["generation.layout.tp"]
+    found = faults(8, "generation.layout={tp: 4, pp: 4}", "train.layout.pp=3")
+    assert list(found) == ["train.layout.pp", "generation.layout.tp"]
+    assert "cannot be cut in tp 4 x pp 4; choose tp 1 or 2" in found["generation.layout.tp"]
+    assert "choose pp 1, 2, 4 or 8" in faults(8, "generation.layout.pp=3")["generation.layout.pp"]
+    few = faults(4, "generation.layout.pp=4", "model.spec.num_layers=3")["generation.layout.pp"]
+    assert few.endswith("model.spec.num_layers 3 cannot fill 4 stages; choose pp 3 or less")
 
 
 def test_shared_generation_weights_need_the_actor_in_place():

@@ -168,6 +168,8 @@ def test_a_config_s_own_layouts_are_the_defaults(tmp_path, capsys):
     assert found["world_size"] == 4 and (found["from"]["tp"], found["from"]["pp"], found["to"]["tp"]) == (2, 2, 2)
     assert found["ranks"][0]["train_bytes"] < found["ranks"][-1]["train_bytes"]
     assert report(capsys, "--model", str(path), "generation.layout.tp=4")["to"]["tp"] == 4
+    to = report(capsys, "--model", str(path), "generation.layout.pp=2")["to"]
+    assert (to["tp"], to["pp"], to["dp"]) == (2, 2, 1)
 
 
 def test_what_an_option_cannot_say_is_taken_from_the_config(model, capsys):
