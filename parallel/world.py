@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hybridflow.parallel.nodes import ONE_NODE, Nodes
 from hybridflow.parallel.place import Place, launched_place
+from hybridflow.parallel.shared_count import SharedCount
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -36,6 +37,7 @@ class World:
     timeout: timedelta = timedelta(seconds=DEFAULT_TIMEOUT_S)
     nodes: Nodes = ONE_NODE
     _groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict, repr=False)
+    _num_counts: int = field(default=0, repr=False)
 
     @classmethod
     def single(cls, device: torch.device | None = None) -> World:
@@ -83,6 +85,15 @@ class World:
     def everyone(self) -> dist.ProcessGroup | None:
         """The group of all ranks, None in a world of one."""
         return None if self.size == 1 else dist.group.WORLD
+
+    def count(self) -> SharedCount:
+        """A new number that all ranks can raise. Every rank of the world calls this, in the same order; ranks do not
+        wait for each other.
+        """
+        self._num_counts += 1
+        # The store of the job's rendezvous; torch has no other name for it.
+        store = None if self.size == 1 else dist.distributed_c10d._get_default_store()
+        return SharedCount(store, f"hybridflow/count/{self._num_counts}")
 
     def barrier(self) -> None:
         """Wait for every rank."""
