@@ -19,6 +19,7 @@ from hybridflow.generation.engine import DEFAULT_LIMITS, GenerationLimits, Gener
 from hybridflow.generation.weight_home import PackedHome, SharedHome, WeightHome, WeightMode
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage
+from hybridflow.models.layout import chunk_layers
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.observe.trace import settle_device
 from hybridflow.parallel.assign import assign
@@ -182,9 +183,13 @@ class _UnderWay:
 
 def generation_stage(model: ModelConfig, mesh: Mesh, dtype: torch.dtype,
                      device: torch.device | None = None) -> DecoderStage:
-    """The whole model on the tensor ranks of a generation mesh, uninitialised; `device` None is the mesh's."""
-    return DecoderStage(model, mesh, Head.LANGUAGE_MODEL, chunks=Chunks(), chunk_layers=(range(model.num_layers),),
-                        sequence_parallel=False, dtype=dtype, device=device)
+    """This rank's part of the model in a generation mesh, one chunk of layers on each stage, uninitialised; `device`
+    None is the mesh's.
+    """
+    chunks = Chunks(mesh.layout.pp)
+    return DecoderStage(model, mesh, Head.LANGUAGE_MODEL, chunks=chunks,
+                        chunk_layers=chunk_layers(model.num_layers, chunks), sequence_parallel=False, dtype=dtype,
+                        device=device)
 
 
 def generation_grid(train_map: ShardMap, train: Grid, model: ModelConfig, layout: Layout, nodes: Nodes = ONE_NODE, *,
