@@ -1,4 +1,4 @@
-// Products of activations with packed weights, y = x W^T + b. Owns the packed layout and the arithmetic of a product;
+// Products of activations with packed weights, y = x W^T + b. Owns the packed layout and who computes what of a product;
 // never starts a thread: a caller gives each thread its share and has the barrier after it.
 //
 // Batch invariance by construction: y[i, j] is one chain of fused multiply-adds over k in ascending order from zero,
@@ -13,45 +13,140 @@
 
 #include <cstdlib>
 #include <memory>
-#include <new>
 
+#include "gemm_tile.h"
 #include "threads.h"
-#include "types.h"
 
 namespace hf {
 
-constexpr int kPanelVectors = 2;
-template <class T> constexpr int kPanel = kPanelVectors * kLanes<Compute<T>>;  // NR, columns of a panel
-
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kTileRows = 12;  // 24 of 32 registers hold sums
-#else
-constexpr int kTileRows = 6;  // 12 of 16
-#endif
-
-template <class T> inline long panel_numbers(long k) { return (sizeof(T) == 2 ? (k + 1) / 2 * 2 : k) * kPanel<T>; }
 template <class T> inline long num_panels(long n) { return (n + kPanel<T> - 1) / kPanel<T>; }
 template <class T> inline size_t packed_bytes(long n, long k) {
     return size_t(num_panels<T>(n)) * panel_numbers<T>(k) * sizeof(T);
 }
 
 // This thread's share of packing w[j * row_stride + i * col_stride], j < n, i < k, into `out` (packed_bytes, 64-aligned).
+// Panel p becomes panel p * step + offset of `out`: two weights of equal shape interleave with step 2, offsets 0 and 1
+// (then `out` has twice the bytes), as `gemm_pair_part` wants them.
 template <class T>
-void pack_part(int thread, int threads, const T* w, long n, long k, long row_stride, long col_stride, void* out) {
+void pack_part(int thread, int threads, const T* w, long n, long k, long row_stride, long col_stride, void* out,
+               long step = 1, long offset = 0) {
     constexpr int NR = kPanel<T>;
     Share share = share_of(num_panels<T>(n), thread, threads);
     for (long panel = share.first; panel < share.last; ++panel) {
-        T* to = (T*)out + panel * panel_numbers<T>(k);
-        std::memset((void*)to, 0, panel_numbers<T>(k) * sizeof(T));
-        long columns = n - panel * NR < NR ? n - panel * NR : NR;
-        for (long i = 0; i < k; ++i)
+        T* to = (T*)out + (panel * step + offset) * panel_numbers<T>(k);
+        const T* from = w + panel * NR * row_stride;
+        const long columns = std::min<long>(n - panel * NR, NR);
+        if (columns < NR || (sizeof(T) == 2 && k % 2)) std::memset((void*)to, 0, panel_numbers<T>(k) * sizeof(T));
+        for (long block = 0; block < k; block += kBlockK)
             for (long j = 0; j < columns; ++j)
-                to[sizeof(T) == 2 ? (i / 2 * NR + j) * 2 + i % 2 : i * NR + j] =
-                    w[(panel * NR + j) * row_stride + i * col_stride];
+                for (long i = block; i < std::min(k, block + kBlockK); ++i)
+                    to[sizeof(T) == 2 ? (i / 2 * NR + j) * 2 + i % 2 : i * NR + j] = from[j * row_stride + i * col_stride];
     }
 }
 template <class T> void pack(const T* w, long n, long k, long row_stride, long col_stride, void* out) {
     pack_part(0, 1, w, n, k, row_stride, col_stride, out);
+}
+
+// Memory of one thread, kept from call to call: a step has some hundred products.
+inline void* scratch(size_t bytes) {
+    struct Free {
+        void operator()(void* memory) const { std::free(memory); }
+    };
+    thread_local std::unique_ptr<void, Free> memory;
+    thread_local size_t size = 0;
+    if (size < bytes) {
+        memory.reset();
+        size = (bytes + 4095) / 4096 * 4096;
+        memory.reset(std::aligned_alloc(64, size));
+        if (memory == nullptr) std::abort();
+    }
+    return memory.get();
+}
+
+// The rectangle of a product, rows by panels, that is a thread's: threads are a grid of row groups by panel groups, the
+// one whose largest share is smallest, and of equals the one with the fewest row groups (weights are read once).
+struct Rectangle {
+    Share rows, panels;
+};
+inline Rectangle rectangle_of(int thread, int threads, long m, long panels, long unit) {
+    int best = 1;
+    long least = -1;
+    const long groups = (panels + unit - 1) / unit;
+    for (int row_groups = 1; row_groups <= threads; ++row_groups) {
+        if (threads % row_groups) continue;
+        const int panel_groups = threads / row_groups;
+        long work = ((m + row_groups - 1) / row_groups) * ((groups + panel_groups - 1) / panel_groups);
+        if (least < 0 || work < least) least = work, best = row_groups;
+    }
+    Share share = share_of(groups, thread / best, threads / best);
+    return {share_of(m, thread % best, best), {share.first * unit, std::min(panels, share.last * unit)}};
+}
+
+// Sums of a tile with segments: the sums of aligned runs of 2^j segments wait on a stack until their neighbour is there.
+template <class T>
+void segmented_tile(Tile<T> compute, const Compute<T>* x, const T* w, long panel_stride, long k, int segments,
+                    Compute<T>* out, int rows, int columns, long out_stride) {
+    using C = Compute<T>;
+    constexpr int kDepth = 16;
+    struct Level { alignas(64) C sums[kTileRows * kPanel<T>]; };
+    Level stack[kDepth];
+    int depth = 0;
+    auto merge = [&] {
+        --depth;
+        for (int i = 0; i < rows * columns; ++i) stack[depth - 1].sums[i] += stack[depth].sums[i];
+    };
+    for (int segment = 0; segment < segments; ++segment) {
+        compute(x, w, panel_stride, k / segments * segment, k / segments * (segment + 1), stack[depth++].sums, columns);
+        for (int ended = segment; ended & 1; ended >>= 1) merge();
+    }
+    while (depth > 1) merge();
+    for (int row = 0; row < rows; ++row) std::copy_n(stack[0].sums + row * columns, columns, out + row * out_stride);
+}
+
+// The general product. This thread's share of the sums x W^T (m rows, num_panels panels of `packed`); they come to
+// `epilogue(row, panel, sums)` as soon as they are made: `sums` are the Unit * NR sums of that row in the Unit panels from
+// `panel` (a multiple of Unit), 64-aligned, columns past n zero.
+template <class T, int Unit, class Epilogue>
+void gemm_sums(int thread, int threads, const T* x, long m, long x_stride, const void* packed, long num_panels, long k,
+               int segments, Epilogue&& epilogue) {
+    using C = Compute<T>;
+    constexpr int NR = kPanel<T>;
+    constexpr size_t kChunkBytes = 768 << 10;  // rows of x that stay in the second-level cache beside two panels
+    const Rectangle mine = rectangle_of(thread, threads, m, num_panels, Unit);
+    const long stride = panel_numbers<T>(k);
+    const long chunk = std::max<long>(kTileRows, kChunkBytes / (sizeof(C) * (k + kBlockK)) / kTileRows * kTileRows);
+    for (long first = mine.rows.first; first < mine.rows.last; first += chunk) {
+        const long rows = std::min(chunk, mine.rows.last - first);
+        const int blocks = int((rows + kTileRows - 1) / kTileRows);
+        C* arranged = (C*)scratch(blocked_numbers(rows, k) * sizeof(C));
+        for (int block = 0; block < blocks; ++block) {
+            Share share = share_of(rows, block, blocks);
+            arrange_rows(x + (first + share.first) * x_stride, x_stride, int(share.last - share.first), k,
+                         arranged + blocked_numbers(share.first, k));
+        }
+        const int group = std::max(Unit, panels_at_once(int((rows + blocks - 1) / blocks)));
+        for (long panel = mine.panels.first; panel < mine.panels.last; panel += group) {
+            const int here = int(std::min<long>(group, mine.panels.last - panel));
+            for (int block = 0; block < blocks; ++block) {
+                const Share share = share_of(rows, block, blocks);
+                const int count = int(share.last - share.first);
+                alignas(64) C sums[kTileRows * NR * std::max(2, Unit)];
+                for (int done = 0; done < here;) {
+                    const int most = std::min(here - done, panels_at_once(count));
+                    const int width = most >= 4 ? 4 : most >= 2 ? 2 : 1;
+                    const Tile<T> compute = (width == 4 ? kTiles<T, 4> : width == 2 ? kTiles<T, 2> : kTiles<T, 1>)[count - 1];
+                    const T* w = (const T*)packed + (panel + done) * stride;
+                    const C* xs = arranged + blocked_numbers(share.first, k);
+                    if (segments == 1) compute(xs, w, stride, 0, k, sums + done * NR, here * NR);
+                    else segmented_tile<T>(compute, xs, w, stride, k, segments, sums + done * NR, count, width * NR, here * NR);
+                    done += width;
+                }
+                for (int row = 0; row < count; ++row)
+                    for (int done = 0; done < here; done += Unit)
+                        epilogue(first + share.first + row, panel + done, sums + row * here * NR + done * NR);
+            }
+        }
+    }
 }
 
 // This thread's share of y = x W^T + b for m rows of x (x_stride numbers apart); Out is T or Compute<T>. k % segments == 0.
@@ -59,28 +154,19 @@ template <class T, class Out>
 void gemm_part(int thread, int threads, const T* x, long m, long x_stride, const void* packed, const T* bias, long n,
                long k, int segments, Out* y, long y_stride) {
     using C = Compute<T>;
-    constexpr int NR = kPanel<T>;
-    Share share = share_of(num_panels<T>(n), thread, threads);
-    for (long row = 0; row < m; ++row)
-        for (long panel = share.first; panel < share.last; ++panel) {
-            const T* w = (const T*)packed + panel * panel_numbers<T>(k);
-            for (long j = 0; j < NR && panel * NR + j < n; ++j) {
-                C stack[64];
-                int depth = 0;
-                for (int segment = 0; segment < segments; ++segment) {
-                    C sum = 0;
-                    for (long i = segment * (k / segments); i < (segment + 1) * (k / segments); ++i)
-                        sum += widen(x[row * x_stride + i]) *
-                               widen(w[sizeof(T) == 2 ? (i / 2 * NR + j) * 2 + i % 2 : i * NR + j]);
-                    stack[depth++] = sum;
-                    for (int merge = segment; merge & 1; merge >>= 1, --depth) stack[depth - 2] += stack[depth - 1];
-                }
-                for (; depth > 1; --depth) stack[depth - 2] += stack[depth - 1];
-                C sum = stack[0];
-                if (bias != nullptr) sum += widen(bias[panel * NR + j]);
-                narrow(sum, y[row * y_stride + panel * NR + j]);
-            }
+    constexpr int NR = kPanel<T>, lanes = kLanes<C>;
+    gemm_sums<T, 1>(thread, threads, x, m, x_stride, packed, num_panels<T>(n), k, segments,
+                    [=](long row, long panel, const C* sums) {
+        const long column = panel * NR;
+        Out* to = y + row * y_stride + column;
+        long j = 0;
+        for (; j + lanes <= NR && column + j + lanes <= n; j += lanes) {
+            Vector<C> sum = load<Vector<C>>(sums + j);
+            if (bias != nullptr) sum += load_wide(bias + column + j);
+            store_narrow(to + j, sum);
         }
+        for (; j < NR && column + j < n; ++j) narrow(bias != nullptr ? sums[j] + widen(bias[column + j]) : sums[j], to[j]);
+    });
 }
 
 }  // namespace hf
