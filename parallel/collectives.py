@@ -63,7 +63,7 @@ def start_all_reduce(x: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType = 
         return Pending(lambda: x)
     if op == dist.ReduceOp.SUM and _is_direct(x, group.size - 1):
         arriving = _post([x.contiguous()] * group.size, group)
-        return Pending(lambda: x.copy_(_sum_in_order(arriving.wait())), x.nbytes)
+        return Pending(lambda: x.copy_(_sum_as_tree(arriving.wait())), x.nbytes)
     work = dist.all_reduce(x, op, group=group.process_group, async_op=True)
     return Pending.of(work, x, x.nbytes)
 
@@ -116,6 +116,22 @@ def all_reduce(x: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType = dist.R
     return start_all_reduce(x, group, op).wait()
 
 
+def tree_sum(x: Tensor, group: AxisGroup) -> Tensor:
+    """`all_reduce` on a CPU whose order of additions is known: adjacent members in pairs, then pairs of pairs.
+
+    A sum whose `segments` parts were added as that tree on one rank (kernels/native/gemm.h) has the same bits where
+    2, 4, ... ranks each add their share of the parts, and this adds the shares. `x` takes the result.
+    """
+    assert x.device.type == "cpu", "elsewhere the backend decides what it adds first"
+    if group.size == 1 or _is_direct(x, group.size - 1):
+        return all_reduce(x, group)
+    flat = x.view(-1)
+    part = flat.new_zeros(-(-flat.numel() // group.size) * group.size)
+    part[: flat.numel()] = flat
+    flat.copy_(all_gather(reduce_scatter(part, group), group)[: flat.numel()])
+    return x
+
+
 def all_gather(x: Tensor, group: AxisGroup) -> Tensor:
     """Concatenate every member's `x` (equal shapes) on dim 0, in coordinate order."""
     return start_all_gather(x, group).wait()
@@ -163,7 +179,7 @@ def _exchange_and_sum(x: Tensor, group: AxisGroup, out: Tensor) -> Pending:
         now = arriving
         for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
             after = None if following is None else _post([row[following] for row in table], group)
-            flat[piece].copy_(_sum_in_order([part.to(out.dtype) for part in now.wait()]))
+            flat[piece].copy_(_sum_as_tree([part.to(out.dtype) for part in now.wait()]))
             now = after
         return out
 
@@ -195,12 +211,14 @@ def _post(parts: list[Tensor], group: AxisGroup, places: list[Tensor] | None = N
     return _Arriving(dist.batch_isend_irecv(ops), parts, received)
 
 
-def _sum_in_order(parts: list[Tensor]) -> Tensor:
-    """The sum in coordinate order, so that every member that computes it gets the same bits."""
-    total = parts[0] + parts[1]
-    for part in parts[2:]:
-        total += part
-    return total
+def _sum_as_tree(parts: list[Tensor]) -> Tensor:
+    """The sum in coordinate order, in adjacent pairs, then in pairs of those: what is added to what depends on places
+    alone, so that every member that computes it gets the same bits, and half as many members with the sums of pairs do.
+    """
+    while len(parts) > 1:
+        pairs = [left + right for left, right in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + parts[len(parts) - len(parts) % 2 :]
+    return parts[0]
 
 
 def my_slice(x: Tensor, group: AxisGroup) -> Tensor:
@@ -228,6 +246,12 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _TreeReduce(_Reduce):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        return tree_sum(x.clone(), group)
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -266,6 +290,11 @@ class _GatherReplicated(torch.autograd.Function):
 def copy_to(x: Tensor, group: AxisGroup) -> Tensor:
     """Identity; gradients are summed over the group (a replicated input of column-parallel weights)."""
     return _Copy.apply(x, group) if group.size > 1 else x
+
+
+def tree_reduce_from(x: Tensor, group: AxisGroup) -> Tensor:
+    """`reduce_from` with the order of additions of `tree_sum`; of `reduce_scatter_tokens` it is that on every CPU."""
+    return _TreeReduce.apply(x, group) if group.size > 1 else x
 
 
 def reduce_from(x: Tensor, group: AxisGroup) -> Tensor:

@@ -6,12 +6,15 @@ Pure arithmetic on a `ModelConfig` and a `Layout`; it knows no tensors and no gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridflow.models.config import ModelConfig
 from hybridflow.parallel.mesh import Layout
 from hybridflow.parallel.schedules.chunks import Chunks
+
+MOST_SEGMENTS = 8  # a power of two
 
 
 def chunk_layers(num_layers: int, chunks: Chunks, layers_per_chunk: Sequence[int] | None = None) -> tuple[range, ...]:
@@ -60,6 +63,18 @@ def split_heads(config: ModelConfig, tp: int, index: int) -> HeadSplit:
     kv = max(1, config.num_kv_heads // tp)
     first = index // replicas * kv
     return HeadSplit((index * q, (index + 1) * q), (first, first + kv), replicas)
+
+
+def sum_segments(config: ModelConfig, tp: int = 1) -> int:
+    """Parts in which one of `tp` ranks sums its share of k in the products that are cut over k (`attention.out` and
+    `mlp.down`), so that the bits of a sum do not depend on tp: all ranks together sum the same parts as one alone, in
+    the same tree (`parallel.collectives.tree_sum`). Where tp does not divide them (3, 16), each rank has one part: the
+    bits are then those of this tp only.
+
+    Example: 8 heads and 704 intermediate features are summed in 8 parts, 4 on each rank of tp 2.
+    """
+    shared = math.gcd(MOST_SEGMENTS, config.num_heads, config.intermediate_size)
+    return shared // tp if shared % tp == 0 else 1
 
 
 def check_layout(config: ModelConfig, layout: Layout, layers_per_chunk: Sequence[int] | None = None,

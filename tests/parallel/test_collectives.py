@@ -151,3 +151,28 @@ def test_gradients_are_those_of_the_whole_computation(name: str):
     by_rank = run_ranks(4, gradient, name)
     for i, rank in enumerate(order):
         torch.testing.assert_close(by_rank[rank], inputs[i].grad, rtol=0, atol=1e-13)
+
+
+def tree_sums(world: World) -> list[torch.Tensor]:
+    sums = []
+    for order in ORDERS:
+        group = group_of(world, order)
+        for size in (1, 63, *SIZES):
+            a, b, c, d = (rows(rank, size) for rank in order)
+            total = collectives.tree_sum(rows(world.rank, size), group)
+            assert torch.equal(total, (a + b) + (c + d)), size
+            if size % 4 == 0:
+                part = collectives.reduce_scatter(rows(world.rank, size), group)
+                assert torch.equal(part, total.chunk(4)[group.index]), size
+            pair = AxisGroup(order[:2], group.index % 2, world.group(order[:2]))
+            other = AxisGroup(order[2:], group.index % 2, world.group(order[2:]))
+            half = collectives.tree_sum(rows(world.rank, size), pair if group.index < 2 else other)
+            assert torch.equal(half, a + b if group.index < 2 else c + d)
+            sums.append(total[:100])
+    return sums
+
+
+def test_a_tree_sum_adds_pairs_and_pairs_of_pairs():
+    run_ranks(4, tree_sums)
+    parts = [torch.tensor([1e16]), torch.tensor([1.0]), torch.tensor([1.0])]
+    assert collectives._sum_as_tree(parts) == torch.tensor([1e16])
