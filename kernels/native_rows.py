@@ -104,7 +104,7 @@ def _heads_together(x: Tensor) -> bool:
 
 
 def log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-prob `[rows]` of each of `targets` (int64 `[rows]`) under softmax(logits / temperature), as `sample` gives it.
+    """Log-prob `[rows]` of each of `targets` (int64 `[rows]`) under softmax(logits / temperature), as of `sample`.
 
     Args:
         logits: `[rows, vocab]` fp32 or fp64, like the result.

@@ -58,8 +58,11 @@ def attention_by_rows(q, k, v, lengths):
     return torch.cat([out[0].transpose(0, 1) for out in outs])
 
 
+HEADS = [(4, 2, 8), (3, 1, 32), (5, 5, 63), (7, 1, 128), (2, 2, 80)]
+
+
 @DTYPES
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (3, 1, 32), (5, 5, 63), (7, 1, 128), (2, 2, 80)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
 def test_attention(dtype, heads, kv_heads, head_dim):
     lengths = [1, 15, 16, 17, 70]
     q = 2 * normal(sum(lengths), heads, head_dim, dtype=dtype)
