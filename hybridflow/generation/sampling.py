@@ -80,7 +80,7 @@ class Sampler:
             own = self._categorical.fill(allowed, self._temperature)
         log_total = own.log_total
         if draws is None:
-            tokens = allowed.argmax(-1)
+            tokens = _likeliest(allowed)
         else:
             floor = weight_floor(self._categorical.weights, self._params)
             if floor is not None:
@@ -106,6 +106,13 @@ class Sampler:
             stops = logits[:, self._stops].masked_fill(short, -torch.inf)
             logits = logits.index_copy(1, self._stops, stops)
         return logits
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """int64 `[rows]`, the lowest of equal ones."""
+    if logits.device.type == "cpu":  # numpy's is vectorised: 32 x 32000 takes 0.2 ms, torch's 1.7
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:

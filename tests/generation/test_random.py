@@ -65,6 +65,13 @@ def test_neighbouring_streams_are_independent():
         assert abs((centred * shifted).mean()) < 5 / centred.numel() ** 0.5
 
 
+def test_the_host_draws_what_devices_draw():
+    keys = stream_keys(5, torch.arange(1000), torch.arange(1000) % 3)
+    positions = torch.arange(1000) * 977
+    bits = splitmix64(keys + positions * GOLDEN_GAMMA)
+    assert torch.equal(uniforms(keys, positions), ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53)
+
+
 def test_seeds_of_any_size_differ():
     zero = torch.zeros(1, dtype=torch.int64)
     seeds = [0, 1, -1, 2**63 - 1, 2**63, 2**64 - 2]
