@@ -85,7 +85,7 @@ inline Rectangle rectangle_of(int thread, int threads, long m, long panels, long
 // Sums of a tile with segments: the sums of aligned runs of 2^j segments wait on a stack until their neighbour is there.
 template <class T>
 void segmented_tile(Tile<T> compute, const Compute<T>* x, const T* w, long panel_stride, long k, int segments,
-                    Compute<T>* out, int rows, int columns, long out_stride) {
+                    Ahead ahead, Compute<T>* out, int rows, int columns, long out_stride) {
     using C = Compute<T>;
     constexpr int kDepth = 16;
     struct Level { alignas(64) C sums[kTileRows * kPanel<T>]; };
@@ -96,7 +96,7 @@ void segmented_tile(Tile<T> compute, const Compute<T>* x, const T* w, long panel
         for (int i = 0; i < rows * columns; ++i) stack[depth - 1].sums[i] += stack[depth].sums[i];
     };
     for (int segment = 0; segment < segments; ++segment) {
-        compute(x, w, panel_stride, k / segments * segment, k / segments * (segment + 1), stack[depth++].sums, columns);
+        compute(x, w, panel_stride, k / segments * segment, k / segments * (segment + 1), ahead, stack[depth++].sums, columns);
         for (int ended = segment; ended & 1; ended >>= 1) merge();
     }
     while (depth > 1) merge();
@@ -136,9 +136,13 @@ void gemm_sums(int thread, int threads, const T* x, long m, long x_stride, const
                     const int width = most >= 4 ? 4 : most >= 2 ? 2 : 1;
                     const Tile<T> compute = (width == 4 ? kTiles<T, 4> : width == 2 ? kTiles<T, 2> : kTiles<T, 1>)[count - 1];
                     const T* w = (const T*)packed + (panel + done) * stride;
+                    // While the blocks of rows pass over this panel, each fetches its part of the next.
+                    const int lines = (kStepLines<T> + blocks - 1) / blocks;
+                    const char* next = blocks == 1 ? nullptr : (const char*)(w + stride) + block * (k / kStep) * lines * 64;
+                    const Ahead ahead{next, lines};
                     const C* xs = arranged + blocked_numbers(share.first, k);
-                    if (segments == 1) compute(xs, w, stride, 0, k, sums + done * NR, here * NR);
-                    else segmented_tile<T>(compute, xs, w, stride, k, segments, sums + done * NR, count, width * NR, here * NR);
+                    if (segments == 1) compute(xs, w, stride, 0, k, ahead, sums + done * NR, here * NR);
+                    else segmented_tile<T>(compute, xs, w, stride, k, segments, ahead, sums + done * NR, count, width * NR, here * NR);
                     done += width;
                 }
                 for (int row = 0; row < count; ++row)

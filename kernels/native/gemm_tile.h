@@ -24,10 +24,25 @@ constexpr int kTileRows = 6;  // 12 of 16
 #endif
 // With few rows, several panels at once: more independent sums (a fused multiply-add takes 4 cycles, two start in each)
 // and more streams from memory.
+#ifndef HF_P1
+#define HF_P1 4
+#endif
+#ifndef HF_P2
+#define HF_P2 4
+#endif
+#ifndef HF_P4
+#define HF_P4 2
+#endif
 constexpr int panels_at_once(int rows) {
-    return kTileRows < 12 ? (rows == 1 ? 4 : rows == 2 ? 2 : 1) : rows <= 2 ? 4 : rows <= 4 ? 2 : 1;
+    return kTileRows < 12 ? (rows == 1 ? 4 : rows == 2 ? 2 : 1) : rows == 1 ? HF_P1 : rows <= 2 ? HF_P2 : rows <= 4 ? HF_P4 : 1;
 }
-constexpr int kAhead = 4096;  // bytes from a panel's numbers in use to those being fetched
+constexpr int kStep = 4;
+constexpr int kFewRows = 4;
+#ifndef HF_NEAR
+#define HF_NEAR 4096
+#endif
+constexpr int kNear = HF_NEAR;  // bytes
+template <class T> constexpr int kStepLines = kStep * kPanel<T> * int(sizeof(T)) / 64;  // cache lines of a panel in kStep k
 
 template <class T> inline long panel_numbers(long k) { return (sizeof(T) == 2 ? (k + 1) / 2 * 2 : k) * kPanel<T>; }
 
@@ -73,10 +88,17 @@ inline __attribute__((always_inline)) void add_products(const C* x, const Vector
         for (int c = 0; c < P * kPanelVectors; ++c) sums[row][c] += x[row * kBlockK] * columns[c];
 }
 
+// What a tile fetches meanwhile: `lines` cache lines from `next` on at every kStep of k. A null `next`: the only pass over
+// this panel, which leaves no time for the next one; the tile looks kNear bytes ahead in its own.
+struct Ahead {
+    const char* next;
+    int lines;
+};
+
 // out[row * out_stride + column] = sum over first <= i < last, in that order, of x[row, i] * w[i, column].
 template <class T, int R, int P>
 __attribute__((noinline)) void tile(const Compute<T>* x, const T* w, long panel_stride, long first, long last,
-                                    Compute<T>* out, long out_stride) {
+                                    Ahead ahead, Compute<T>* out, long out_stride) {
     using C = Compute<T>;
     constexpr int NR = kPanel<T>;
     Vector<C> sums[R][P * kPanelVectors] = {};
@@ -95,19 +117,21 @@ __attribute__((noinline)) void tile(const Compute<T>* x, const T* w, long panel_
     const long whole = std::min(last, (first + kBlockK - 1) / kBlockK * kBlockK);
 #pragma GCC unroll 1
     for (; i < whole; ++i) one(i);
-    constexpr int kStep = 4;
     const C* xs = x + i * R;
     const T* ws = w + i * NR;
     for (; i + kBlockK <= last; i += kBlockK, xs += (R - 1) * kBlockK)
 #pragma GCC unroll 1
         for (int part = 0; part < kBlockK; part += kStep, xs += kStep, ws += kStep * NR) {
+            const bool near = R <= kFewRows || ahead.next == nullptr;
+            if (!near)
+#pragma GCC unroll 1
+                for (int line = 0; line < ahead.lines; ++line, ahead.next += 64) __builtin_prefetch(ahead.next, 0, 2);
 #pragma GCC unroll 4
             for (int j = 0; j < kStep; j += 2) {
+                if (near)
 #pragma GCC unroll 16
-                for (int line = 0; line < int(2 * NR * sizeof(T)) / 64; ++line)
-#pragma GCC unroll 4
-                    for (int p = 0; p < P; ++p)
-                        __builtin_prefetch((const char*)(ws + j * NR + p * panel_stride) + line * 64 + kAhead);
+                    for (int line = 0; line < P * kStepLines<T> / 2; ++line)
+                        __builtin_prefetch((const char*)(ws + j * NR + line % P * panel_stride) + line / P * 64 + kNear);
                 Columns<T, P> columns, other;
                 if constexpr (sizeof(T) == 2) {
                     pair_at<P>(ws + j * NR, panel_stride, columns, other);
@@ -128,7 +152,7 @@ __attribute__((noinline)) void tile(const Compute<T>* x, const T* w, long panel_
 }
 
 template <class T>
-using Tile = void (*)(const Compute<T>*, const T*, long, long, long, Compute<T>*, long);
+using Tile = void (*)(const Compute<T>*, const T*, long, long, long, Ahead, Compute<T>*, long);
 
 template <class T, int P, int... Rows> constexpr std::array<Tile<T>, sizeof...(Rows)> tiles(std::integer_sequence<int, Rows...>) {
     return {tile<T, Rows + 1, P <= panels_at_once(Rows + 1) ? P : panels_at_once(Rows + 1)>...};
