@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class _SwiGLU(torch.autograd.Function):
+class SwiGLU(torch.autograd.Function):
     """torch's own two gradients, written into the halves of one tensor, so that no copy joins them. Only the input is
     kept: on a CPU, computing silu again costs less than to store it and fetch it back.
     """
@@ -40,7 +40,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     Returns:
         `[..., size]`.
     """
-    return _SwiGLU.apply(gate_up) if torch.is_grad_enabled() else _forward(gate_up)
+    return SwiGLU.apply(gate_up) if torch.is_grad_enabled() else _forward(gate_up)
 
 
 def _forward(gate_up: Tensor) -> Tensor:

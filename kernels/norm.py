@@ -19,20 +19,29 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide, size = torch.promote_types(x.dtype, torch.float32), x.shape[-1]
         rows = x.to(wide).reshape(-1, size)
-        scale = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
+        scale = inverse_root(rows, eps)
         ctx.save_for_backward(x, weight, scale)  # scale: [rows, 1]
         return (rows * scale).mul_(weight).view(x.shape).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        wide, size = scale.dtype, x.shape[-1]
-        g, w, rows = grad.to(wide).reshape(-1, size), weight.to(wide), x.to(wide).reshape(-1, size)
-        along = g * rows
-        grad_weight = scale.squeeze(1) @ along
-        slope = (along @ w)[:, None].mul_(scale.square().div_(-size))  # d(scale): the part of the gradient along x
-        grad_x = torch.mul(g, w, out=along).addcmul_(rows, slope).mul_(scale)
-        return grad_x.view(x.shape).to(x.dtype), grad_weight.to(weight.dtype), None
+        return *rms_norm_gradients(grad, *ctx.saved_tensors), None
+
+
+def inverse_root(rows: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) of each row: `[rows, size] -> [rows, 1]`."""
+    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(rows.shape[-1]).add_(eps).rsqrt_()
+
+
+def rms_norm_gradients(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `x` and `weight`, from the gradient of the norm and the `inverse_root` of the rows of `x`."""
+    wide, size = scale.dtype, x.shape[-1]
+    g, w, rows = grad.to(wide).reshape(-1, size), weight.to(wide), x.to(wide).reshape(-1, size)
+    along = g * rows
+    grad_weight = scale.squeeze(1) @ along
+    slope = (along @ w)[:, None].mul_(scale.square().div_(-size))  # d(scale): the part of the gradient along x
+    grad_x = torch.mul(g, w, out=along).addcmul_(rows, slope).mul_(scale)
+    return grad_x.view(x.shape).to(x.dtype), grad_weight.to(weight.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

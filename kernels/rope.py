@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class _Rotate(torch.autograd.Function):
+class Rotate(torch.autograd.Function):
     """A rotation's gradient is the rotation by the opposite angle, so nothing but the tables is kept."""
 
     @staticmethod
@@ -34,7 +34,7 @@ def apply_rope(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         signed_sin: `[tokens, 1, head_dim]`, the first half negated: `roll(x) * signed_sin` is then the whole
             off-diagonal part, which makes three operations of seven.
     """
-    return _Rotate.apply(x, cos, signed_sin) if torch.is_grad_enabled() else _turn(x, cos, signed_sin)
+    return Rotate.apply(x, cos, signed_sin) if torch.is_grad_enabled() else _turn(x, cos, signed_sin)
 
 
 def _turn(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

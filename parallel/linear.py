@@ -13,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridflow.parallel.collectives import copy_to, gather_tokens, reduce_from, reduce_scatter_tokens
+from hybridflow.parallel.collectives import (
+    copy_to,
+    gather_tokens,
+    reduce_from,
+    reduce_scatter_tokens,
+    tree_reduce_from,
+)
 from hybridflow.parallel.mesh import AxisGroup
 from hybridflow.parallel.tiles import Tiles
 
@@ -27,7 +33,14 @@ class TakesWeightGrads(Protocol):
     def add(self, weight: nn.Parameter, grad: Tensor, x: Tensor) -> None: ...
 
 
-def linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, weight_grads: TakesWeightGrads | None) -> Tensor:
+class Product(Protocol):
+    """A forward in place of `F.linear`'s, without a gradient of its own; its result may be wider than `x`."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+
+def linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, weight_grads: TakesWeightGrads | None,
+           product: Product | None = None) -> Tensor:
     """y = x W^T + b. The gradient of a weight that is one of `weight_grads.weights` is left to it: autograd gives none.
 
     Args:
@@ -35,10 +48,13 @@ def linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, weight_grads: T
         weight: `[out, in]`.
         bias: `[out]`.
         weight_grads: None leaves all to autograd.
+        product: computes y; None is torch.
     """
-    if weight_grads is None or not torch.is_grad_enabled() or weight not in weight_grads.weights:
+    if weight_grads is not None and not (torch.is_grad_enabled() and weight in weight_grads.weights):
+        weight_grads = None
+    if weight_grads is None and product is None:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, weight_grads)
+    return _Linear.apply(x, weight, bias, weight_grads, F.linear if product is None else product)
 
 
 class _Linear(torch.autograd.Function):
@@ -46,19 +62,28 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, weight_grads: TakesWeightGrads
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        weight_grads: TakesWeightGrads | None,
+        product: Product,
     ) -> Tensor:
         ctx.weight, ctx.weight_grads = weight, weight_grads
         if ctx.needs_input_grad[1]:
             ctx.save_for_backward(x)
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        if needs_weight:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad = grad.to(ctx.weight.dtype)  # of a product that is wider than its factors
+        grad_weight = None
+        if needs_weight and ctx.weight_grads is not None:
             ctx.weight_grads.add(ctx.weight, grad, *ctx.saved_tensors)
-        return grad @ ctx.weight if needs_x else None, None, grad.sum(0) if needs_bias else None, None
+        elif needs_weight:
+            grad_weight = grad.T @ ctx.saved_tensors[0]
+        return grad @ ctx.weight if needs_x else None, grad_weight, grad.sum(0) if needs_bias else None, None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -71,6 +96,8 @@ class ColumnParallelLinear(nn.Module):
         tp: the tensor group.
         sequence_parallel: whether the input holds only this rank's tokens; they are gathered here, and all of them are
             kept for the gradient of W.
+    Attributes:
+        product: computes this rank's products, without the sum over ranks; None is torch.
     Input `[tokens, in]`, or `[tokens/tp, in]` under sequence parallelism; output `[tokens, out_per_rank]`.
     """
 
@@ -91,13 +118,14 @@ class ColumnParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features_per_rank, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features_per_rank, dtype=dtype, device=device)) if bias else None
         self.weight_grads: TakesWeightGrads | None = None
+        self.product: Product | None = None
         self.tiles: Tiles | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tiles is not None:
             return self.tiles.linear(x, self.bias)
         x = gather_tokens(x, self.tp) if self.sequence_parallel else copy_to(x, self.tp)
-        return linear(x, self.weight, self.bias, self.weight_grads)
+        return linear(x, self.weight, self.bias, self.weight_grads, self.product)
 
 
 class RowParallelLinear(nn.Module):
@@ -111,6 +139,9 @@ class RowParallelLinear(nn.Module):
         out_features: width of the whole output.
         bias, tp: as in `ColumnParallelLinear`.
         sequence_parallel: whether the output keeps only this rank's tokens.
+    Attributes:
+        product: as in `ColumnParallelLinear`. With one, the sum over ranks is a `tree_sum`, rounded to the dtype of the
+            input after it.
     Input `[tokens, in_per_rank]`; output `[tokens, out]`, or `[tokens/tp, out]` under sequence parallelism.
     """
 
@@ -131,12 +162,15 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features_per_rank, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         self.weight_grads: TakesWeightGrads | None = None
+        self.product: Product | None = None
         self.tiles: Tiles | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tiles is None:
-            partial = linear(x, self.weight, None, self.weight_grads)
+            partial = linear(x, self.weight, None, self.weight_grads, self.product)
         else:
             partial = self.tiles.linear(x, None)
-        y = reduce_scatter_tokens(partial, self.tp) if self.sequence_parallel else reduce_from(partial, self.tp)
+        reduce = reduce_from if self.product is None else tree_reduce_from
+        y = reduce_scatter_tokens(partial, self.tp) if self.sequence_parallel else reduce(partial, self.tp)
+        y = y.to(x.dtype)
         return y if self.bias is None else y + self.bias

@@ -59,7 +59,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         if self.tp.size == 1:
             return self._look_up(ids)
-        row, mine = _local_rows(ids, self.start, self.end)
+        row, mine = local_rows(ids, self.start, self.end)
         partial = self._look_up(row).masked_fill(~mine[:, None], 0.0)
         return reduce_scatter_tokens(partial, self.tp) if self.sequence_parallel else reduce_from(partial, self.tp)
 
@@ -96,7 +96,7 @@ def token_log_probs(
         raise ValueError(f"temperature {temperature} must be > 0 to score tokens (0 means greedy, for sampling only)")
     start, end = vocab_range(vocab_size, tp.size, tp.index)
     assert weight.shape[0] == end - start, (weight.shape, start, end)
-    return _TokenLogProbs.apply(hidden, weight, targets, tp, start, temperature, with_entropy)
+    return TokenLogProbs.apply(hidden, weight, targets, tp, start, temperature, with_entropy)
 
 
 def gather_logits(hidden: Tensor, weight: Tensor | Tiles, tp: AxisGroup, vocab_size: int) -> Tensor:
@@ -110,16 +110,21 @@ def gather_logits(hidden: Tensor, weight: Tensor | Tiles, tp: AxisGroup, vocab_s
             local = weight.rows_by(lambda rows: _matmul(x, _operand(rows).T))  # [rows, vocab/tp]
         else:
             local = _matmul(x, _operand(weight).T)
-        if tp.size == 1:
-            return local
-        ranges = [vocab_range(vocab_size, tp.size, index) for index in range(tp.size)]
-        widest = max(end - start for start, end in ranges)
-        columns = F.pad(local, (0, widest - local.shape[1])).T  # [widest, rows]: equal shapes for the all-gather
-        parts = all_gather(columns, tp).split(widest)
-        return torch.cat([part[: end - start] for part, (start, end) in zip(parts, ranges, strict=True)]).T.contiguous()
+        return gather_columns(local, tp, vocab_size)
 
 
-class _TokenLogProbs(torch.autograd.Function):
+def gather_columns(local: Tensor, tp: AxisGroup, vocab_size: int) -> Tensor:
+    """`[rows, vocab]` on every rank of `tp` from each one's `vocab_range` of the columns; no gradient passes."""
+    if tp.size == 1:
+        return local
+    ranges = [vocab_range(vocab_size, tp.size, index) for index in range(tp.size)]
+    widest = max(end - start for start, end in ranges)
+    columns = F.pad(local, (0, widest - local.shape[1])).T  # [widest, rows]: equal shapes for the all-gather
+    parts = all_gather(columns, tp).split(widest)
+    return torch.cat([part[: end - start] for part, (start, end) in zip(parts, ranges, strict=True)]).T.contiguous()
+
+
+class TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -131,7 +136,7 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        row, mine = _local_rows(targets, start, start + weight.shape[0])
+        row, mine = local_rows(targets, start, start + weight.shape[0])
         peak, sums = _local_statistics(_operand(hidden), _operand(weight), row, mine, temperature)
         top = all_reduce(peak.clone(), tp, dist.ReduceOp.MAX)
         # All is relative to the local peak: move it to the global one before adding it up. The target stays relative to
@@ -154,7 +159,7 @@ class _TokenLogProbs(torch.autograd.Function):
         x, w = _operand(hidden), _operand(weight)
         grad_x = torch.empty(hidden.shape, dtype=log_normaliser.dtype, device=hidden.device)
         grad_w = torch.zeros(weight.shape, dtype=log_normaliser.dtype, device=weight.device)
-        for rows in _row_slices(hidden.shape[0], weight.shape[0]):
+        for rows in row_slices(hidden.shape[0], weight.shape[0]):
             log_p = _matmul(x[rows], w.T).div_(ctx.temperature).sub_(log_normaliser[rows, None])
             grad = _logit_grad(log_p, row[rows], mine[rows], entropy[rows],
                                None if grad_log_prob is None else grad_log_prob[rows],
@@ -192,7 +197,7 @@ def _local_statistics(
     z - max of the target (0 where another rank has it).
     """
     peaks, sums = [], []
-    for rows in _row_slices(x.shape[0], w.shape[0]):
+    for rows in row_slices(x.shape[0], w.shape[0]):
         z = _matmul(x[rows], w.T).div_(temperature)  # [rows, vocab/tp]
         peak = z.amax(1)
         z -= peak[:, None]
@@ -203,13 +208,13 @@ def _local_statistics(
     return torch.cat(peaks), torch.cat(sums, dim=1)
 
 
-def _local_rows(ids: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+def local_rows(ids: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
     """Local row of each id, 0 where the id is another rank's, and which are mine."""
     mine = (ids >= start) & (ids < end)
     return (ids - start).masked_fill(~mine, 0), mine
 
 
-def _row_slices(num_rows: int, width: int) -> list[slice]:
+def row_slices(num_rows: int, width: int) -> list[slice]:
     """Slices of the rows whose logits may exist at once; one empty slice if there are no rows."""
     step = max(1, LOGITS_AT_ONCE // width)
     return [slice(first, first + step) for first in range(0, max(num_rows, 1), step)]

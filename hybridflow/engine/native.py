@@ -81,7 +81,7 @@ class ForwardEngine:
             model, mesh, head, chunks=self.chunks,
             chunk_layers=chunk_layers(model.num_layers, self.chunks, options.layers_per_chunk),
             sequence_parallel=options.sequence_parallel, dtype=options.dtype, recompute=options.recompute,
-            recompute_layers=options.recompute_layers,
+            recompute_layers=options.recompute_layers, batch_invariant=options.batch_invariant,
         )
         self.weight_grads = WeightGrads()
         self.runner = PipelineRunner(self._run_chunk, mesh, self.chunks, model.hidden_size, options.dtype,
@@ -124,7 +124,8 @@ class ForwardEngine:
     def forward(self, micro_batches: Sequence[MicroBatch], trace: Lane | None = None) -> list[Output]:
         """The answers for each micro-batch (its own targets) on the stage with the head, [] on the others."""
         self._require_turn()
-        return self.runner.run(self._forwards(len(micro_batches)), list(micro_batches), trace=trace)
+        with self.stage.weights_stay():
+            return self.runner.run(self._forwards(len(micro_batches)), list(micro_batches), trace=trace)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -210,8 +211,9 @@ class TrainEngine(ForwardEngine):
         self.optimizer.zero_grad()
         events = Events(self.grads.arm, self.grads.start, lambda: steps.append(self._step(skip, reshard)),
                         lambda bucket: reshard.fill_bucket(bucket))
-        terms = self.runner.run(self._schedule(len(micro_batches), 0 if reshard is None else reshard.num_buckets),
-                                list(micro_batches), scaled, events, trace)
+        with self.stage.weights_stay():  # until the step, behind which no forward comes
+            terms = self.runner.run(self._schedule(len(micro_batches), 0 if reshard is None else reshard.num_buckets),
+                                    list(micro_batches), scaled, events, trace)
         assert not self.optimizer.waiting, "the reshard left buckets that have not stepped"
         return Update(self._add_up(terms, names=self._names_of(loss, micro_batches[0])), steps[0])
 

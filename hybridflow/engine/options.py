@@ -22,6 +22,7 @@ class EngineOptions:
         chunks: None for one chunk a stage.
         recompute, recompute_layers: see `DecoderStage`.
         offload: between its turns, all that the engine holds waits in host memory.
+        batch_invariant: see `DecoderStage`; costs a second copy of the weights while they are in use.
     Example: `EngineOptions(torch.bfloat16, sequence_parallel=True)`.
     """
 
@@ -33,6 +34,7 @@ class EngineOptions:
     recompute: Recompute = Recompute.NONE
     recompute_layers: int | None = None
     offload: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ values belongs to generation, which passes its own `Attend`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -69,15 +70,17 @@ def _attend(rectangle: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """`kernels.norm.rms_norm` with its weight `[size]`, the same on every tensor rank."""
+    """`kernels.norm.rms_norm`, or another `operation` like it, with its weight `[size]`, the same on every tensor rank.
+    """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.eps = eps
+        self.operation: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.operation(x, self.weight, self.eps)
 
 
 class ReplicatedKeyValue(nn.Module):
@@ -111,6 +114,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.heads = split_heads(config, tp.size, tp.index)
         self.head_dim = config.head_dim
+        self.rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rope
         q_size, kv_size = self.heads.num_q * config.head_dim, 2 * self.heads.num_kv * config.head_dim
         shared = dict(tp=tp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
         if self.heads.kv_replicas == 1:
@@ -130,9 +134,9 @@ class Attention(nn.Module):
         qkv = qkv.unflatten(1, (-1, self.head_dim))  # [tokens, q + 2 kv, head_dim]
         qk, v = qkv.split([num_q + num_kv, num_kv], dim=1)
         if self.q_norm is None:
-            q, k = apply_rope(qk, rope.cos, rope.signed_sin).split([num_q, num_kv], dim=1)
+            q, k = self.rotate(qk, rope.cos, rope.signed_sin).split([num_q, num_kv], dim=1)
         else:
             q, k = qk.split([num_q, num_kv], dim=1)
-            q = apply_rope(self.q_norm(q), rope.cos, rope.signed_sin)
-            k = apply_rope(self.k_norm(k), rope.cos, rope.signed_sin)
+            q = self.rotate(self.q_norm(q), rope.cos, rope.signed_sin)
+            k = self.rotate(self.k_norm(k), rope.cos, rope.signed_sin)
         return attend(self.layer, q, k, v).flatten(1)

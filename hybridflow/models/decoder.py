@@ -6,6 +6,7 @@ never talks to another stage: what crosses a stage border is the runner's.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,37 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hybridflow.kernels.activation import swiglu
+from hybridflow.kernels.invariant import InvariantProduct
+from hybridflow.kernels.packed_weights import PackedWeights
 from hybridflow.micro_batch import MicroBatch
 from hybridflow.models.attention import Attend, Attention, ReplicatedKeyValue, RMSNorm
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.context_attention import packed_attention
 from hybridflow.models.grad_syncs import stage_grad_syncs
-from hybridflow.models.layout import require_layout
+from hybridflow.models.invariant import InvariantCausal, compute_invariantly
+from hybridflow.models.layout import require_layout, sum_segments
+from hybridflow.models.mlp import MLP
 from hybridflow.models.recompute import Recompute, keep_less
 from hybridflow.models.rope import RopeTables, rope_tables
 from hybridflow.parallel.collectives import gather_replicated, gather_tokens
 from hybridflow.parallel.gradients import GradSync
-from hybridflow.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from hybridflow.parallel.invariant_log_probs import invariant_log_probs, invariant_logits
+from hybridflow.parallel.linear import ColumnParallelLinear
 from hybridflow.parallel.mesh import AxisGroup, Mesh
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.tiles import Tiles
 from hybridflow.parallel.vocab import VocabParallelEmbedding, gather_logits, token_log_probs, vocab_range
-
-
-class MLP(nn.Module):
-    """SwiGLU feed-forward block; gate and up are one matrix `[gate; up]` on each rank."""
-
-    def __init__(self, config: ModelConfig, *, tp: AxisGroup, sequence_parallel: bool, dtype: torch.dtype,
-                 device: torch.device) -> None:
-        super().__init__()
-        shared = dict(bias=config.mlp_bias, tp=tp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
-        size = config.intermediate_size // tp.size
-        self.gate_up = ColumnParallelLinear(config.hidden_size, 2 * size, **shared)
-        self.down = RowParallelLinear(size, config.hidden_size, **shared)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -81,7 +71,7 @@ class DecoderLayer(nn.Module):
         qkv = _behind_norm(self.input_norm, attention.qkv, x)
         x = attention.out(keep_less(lambda qkv: attention.see(qkv, rope, attend), qkv)).add_(x)
         gate_up = _behind_norm(self.post_norm, mlp.gate_up, x)
-        return keep_less(lambda gate_up: mlp.down(swiglu(gate_up)), gate_up, remake=swiglu).add_(x)
+        return keep_less(lambda gate_up: mlp.down(mlp.activate(gate_up)), gate_up, remake=mlp.activate).add_(x)
 
 
 def _behind_norm(norm: RMSNorm, linear: ColumnParallelLinear | ReplicatedKeyValue, x: Tensor) -> Tensor:
@@ -124,6 +114,9 @@ class DecoderStage(nn.Module):
         recompute: in the backward of layers.
         recompute_layers: it holds for the first so many layers of each chunk; None is all.
         device: of the parameters; None is the mesh's. On the meta device they have shapes and no memory.
+        batch_invariant: a token's hidden states, logits and log-prob have the bits that generation gives them, whatever
+            rows and padding stand beside it and however the model is cut (`layout.sum_segments` says over which tp);
+            gradients are ordinary. A language model on a CPU without context ranks.
 
     Raises:
         ValueError: the model cannot be cut over the mesh's tensor axis and these chunks (all reasons).
@@ -131,7 +124,8 @@ class DecoderStage(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: Mesh, head: Head, *, chunks: Chunks, chunk_layers: tuple[range, ...],
                  sequence_parallel: bool, dtype: torch.dtype, recompute: Recompute = Recompute.NONE,
-                 recompute_layers: int | None = None, device: torch.device | None = None) -> None:
+                 recompute_layers: int | None = None, device: torch.device | None = None,
+                 batch_invariant: bool = False) -> None:
         super().__init__()
         device = mesh.device if device is None else device
         require_layout(config, mesh.layout, [len(layers) for layers in chunk_layers], chunks)
@@ -154,6 +148,10 @@ class DecoderStage(nn.Module):
         tied_here = head is Head.LANGUAGE_MODEL and config.tie_word_embeddings and with_embedding
         own_head = with_head and not tied_here
         self.head = HeadWeight(self._head_rows(), config.hidden_size, dtype, device) if own_head else None
+        self._packed = PackedWeights() if batch_invariant else None
+        if self._packed is not None:
+            assert head is Head.LANGUAGE_MODEL and mesh.cp.size == 1 and mesh.device.type == "cpu", (head, mesh.layout)
+            compute_invariantly(self.modules(), self._packed, sum_segments(config, mesh.tp.size))
         self._syncs = stage_grad_syncs(self, config, head, mesh, chunks.head_stage, self.sequence_parallel)
 
     def chunk_of(self, name: str) -> int:
@@ -170,6 +168,10 @@ class DecoderStage(nn.Module):
             return 1
         start, end = vocab_range(self.config.vocab_size, self.tp.size, self.tp.index)
         return end - start
+
+    def weights_stay(self) -> AbstractContextManager[None]:
+        """Inside, no weight changes before the last forward: what a batch-invariant stage packs of them is kept."""
+        return nullcontext() if self._packed is None else self._packed.kept()
 
     @property
     def head_weight(self) -> Tensor:
@@ -208,7 +210,7 @@ class DecoderStage(nn.Module):
             hidden states for the next chunk; after the last chunk `HeadOutput` of a language model, or `[targets]`
             values (fp32 or better), each read at `target_index`.
         """
-        attend = packed_attention(micro_batch, self.cp)
+        attend = self._attend(micro_batch)
         chunk = self._only_chunk() if chunk is None else chunk
         hidden = self.forward_hidden(x, micro_batch.position_ids, attend, chunk)
         if chunk != self.chunks.last:
@@ -217,9 +219,20 @@ class DecoderStage(nn.Module):
             hidden = gather_replicated(hidden, self.tp)
         answers = hidden.index_select(0, micro_batch.target_index)  # [targets, hidden]
         if self.head_kind is Head.LANGUAGE_MODEL:
-            return HeadOutput(*token_log_probs(answers, self.head_weight, micro_batch.targets, self.tp,
-                                               self.config.vocab_size, temperature, with_entropy))
+            return self._log_probs(answers, micro_batch.targets, temperature, with_entropy)
         return self.values(answers)
+
+    def _attend(self, micro_batch: MicroBatch) -> Attend:
+        if self._packed is None:
+            return packed_attention(micro_batch, self.cp)
+        return InvariantCausal(micro_batch.lengths, micro_batch.position_ids.device)
+
+    def _log_probs(self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> HeadOutput:
+        where = self.head_weight, targets, self.tp, self.config.vocab_size
+        if self._packed is None:
+            return HeadOutput(*token_log_probs(hidden, *where, temperature, with_entropy))
+        product = InvariantProduct(self._packed, wide=True)
+        return HeadOutput(*invariant_log_probs(hidden, *where, product, temperature, with_entropy))
 
     def values(self, hidden: Tensor) -> Tensor:
         """`[rows, hidden]` after the final norm -> `[rows]` values or scores, in fp32 or better."""
@@ -228,6 +241,9 @@ class DecoderStage(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, hidden]` after the final norm -> `[rows, vocab]` on every tensor rank; no gradient passes."""
+        if self._packed is not None:
+            return invariant_logits(hidden, self.head_weight, self.tp, self.config.vocab_size,
+                                    InvariantProduct(self._packed, wide=True))
         tiles = self.embed.tiles if self.head is None else self.head.tiles
         return gather_logits(hidden, self.head_weight if tiles is None else tiles, self.tp, self.config.vocab_size)
 
