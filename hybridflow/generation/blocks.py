@@ -5,6 +5,7 @@ Owns counts and the order in which unused blocks are given up. It never holds ke
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from hybridflow.generation.prefix_cache import PrefixCache
@@ -24,7 +25,7 @@ class BlockPool:
         self._cache = cache
         self._users = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest first
-        self._kept: dict[int, None] = {}  # in the order in which they fell out of use
+        self._kept: OrderedDict[int, None] = OrderedDict()  # in the order in which they fell out of use
 
     @property
     def num_free(self) -> int:
@@ -52,8 +53,7 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block = next(iter(self._kept))
-            del self._kept[block]
+            block, _ = self._kept.popitem(last=False)
             self._cache.forget(block)
         self._users[block] = 1
         return block

@@ -69,6 +69,7 @@ class Scheduler:
 
     Attributes:
         tables: int32 `[max_rows, width]`, the blocks of each slot; entries that no planned token needs hold anything.
+        pool: the blocks, to be looked at only.
         stats: counts.
     """
 
@@ -87,7 +88,7 @@ class Scheduler:
         self._max_rows = max_rows
         self._max_step_tokens = max_step_tokens
         self._cache = PrefixCache()
-        self._pool = BlockPool(num_blocks, self._cache)
+        self.pool = BlockPool(num_blocks, self._cache)
         self._line = WaitingLine()
         self._groups = [_Group(index) for index in range(num_groups)]
         self._free_slots = list(range(max_rows - 1, -1, -1))
@@ -109,23 +110,24 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def wanted_rows(self) -> int:
+        """How many more requests it could give a row to now, as far as it knows: 0 while the line lacks blocks."""
+        if self._line and self._line[0].serial == self._blocked:
+            return 0
+        return max(0, len(self._free_slots) - len(self._line))
+
+    @property
     def is_idle(self) -> bool:
         """Nothing waits, runs or is in flight."""
         return not (self._line or self._running or any(group.in_flight for group in self._groups))
 
+    def running(self, slot: int) -> Sequence | None:
+        """The sequence that has a slot; None: it is free."""
+        return self._running.get(slot)
+
     @property
     def used_blocks(self) -> int:
-        return self._pool.num_used
-
-    @property
-    def kept_blocks(self) -> int:
-        """Unused, with a content that the prefix cache finds."""
-        return self._pool.num_kept
-
-    @property
-    def free_blocks(self) -> int:
-        """Unused, with no content."""
-        return self._pool.num_free
+        return self.pool.num_used
 
     def add(self, requests: Many[Request]) -> None:
         """To the end of the waiting line. Equal prompts that stand side by side are computed once.
@@ -136,14 +138,14 @@ class Scheduler:
         for request in requests:
             length = len(request.ids) + len(request.begun) + request.max_new_tokens
             assert request.ids and request.max_new_tokens >= 1, request
-            assert ceil_div(length - 1, BLOCK_TOKENS) <= self.tables.shape[1], f"{request} is longer than max_length"
+            assert ceil_div(length, BLOCK_TOKENS) <= self.tables.shape[1], f"request {request.index}: above max_length"
             needed = ceil_div(length - 1, BLOCK_TOKENS)  # the last token is never fed back
-            if needed > self._pool.num_blocks:
+            if needed > self.pool.num_blocks:
                 raise ValueError(
-                    f"generation.kv_cache_mb: the cache has {self._pool.num_blocks} blocks of {BLOCK_TOKENS} tokens, "
+                    f"generation.kv_cache_mb: the cache has {self.pool.num_blocks} blocks of {BLOCK_TOKENS} tokens, "
                     f"but request {request.index} (prompt {len(request.ids) + len(request.begun)}, max_new_tokens "
                     f"{request.max_new_tokens}) needs {needed} of them alone: make generation.kv_cache_mb at least "
-                    f"{needed / self._pool.num_blocks:.2f} times as large")
+                    f"{needed / self.pool.num_blocks:.2f} times as large")
         for request in requests:
             self._line.add(Sequence(request, self._num_added))
             self._num_added += 1
@@ -204,7 +206,7 @@ class Scheduler:
 
     def drop_cache(self) -> None:
         """The weights changed: no content found before is found again, and what runs offers nothing more."""
-        self._pool.drop_kept()
+        self.pool.drop_kept()
         self._blocked = -1
         for sequence in self._running.values():
             sequence.node = None
@@ -223,14 +225,13 @@ class Scheduler:
     def _grow(self, group: _Group) -> bool:
         """A block for each row of `group` whose newest token is the first of one. Where there are too few, running
         sequences are preempted; False if steps in flight forbid it, and nothing was handed out."""
-        while len(places := group.rows.growing()) > self._pool.num_available:
+        while len(growing := group.rows.growing()) > self.pool.num_available:
             victim = self._victim()
             if victim is None:
                 return False
             self._preempt(victim)
-        for place in places.tolist():
-            sequence = group.rows.sequences[place]
-            block = self._pool.take()
+        for sequence in growing:
+            block = self.pool.take()
             self.tables[sequence.slot, len(sequence.blocks)] = block
             sequence.blocks.append(block)
         return True
@@ -265,7 +266,7 @@ class Scheduler:
         """Its slot and blocks; what is full of known tokens can be found in the prefix cache from now on."""
         if sequence.cached >= (sequence.num_registered + 1) * BLOCK_TOKENS:
             self._register(sequence, sequence.tokens)
-        self._pool.release(sequence.blocks)
+        self.pool.release(sequence.blocks)
         sequence.blocks = []
         self._free_slots.append(sequence.slot)
         del self._running[sequence.slot]
@@ -288,7 +289,8 @@ class Scheduler:
 
         Those that belong to a group with less work are left to it, but nobody passes one that lacks blocks.
         """
-        if not self._line or not self._free_slots or any(group.starved for group in self._groups):
+        if (not self._line or not self._free_slots or self._line[0].serial == self._blocked
+                or any(group.starved for group in self._groups)):
             return
         loads = [group.load() for group in self._groups]
         all_rows = min(self._max_rows, sum(load.rows for load in loads) + len(self._line))
@@ -319,19 +321,19 @@ class Scheduler:
         num_full = len(prompt) // BLOCK_TOKENS
         forks = ceil_div(len(prompt), BLOCK_TOKENS) - num_full  # of each sibling: the block in which the prompt ends
         # one block to grow by for each row beside the first: else it would soon be preempted again
-        room = (self._pool.num_available - sum(self._pool.is_kept(block) for block in hits) - (num_full - len(hits))
+        room = (self.pool.num_available - sum(self.pool.is_kept(block) for block in hits) - (num_full - len(hits))
                 - len(self._running))
         count = min(len(siblings), (room + 1) // (forks + 1))
         if count < 1:
             self._blocked = siblings[0].serial
             return []
         siblings = siblings[:count]
-        self._pool.share(hits)
-        full = hits + [self._pool.take() for _ in range(num_full - len(hits))]
+        self.pool.share(hits)
+        full = hits + [self.pool.take() for _ in range(num_full - len(hits))]
         for sequence in siblings:
             if sequence is not siblings[0]:
-                self._pool.share(full)
-            self._seat(sequence, full + [self._pool.take() for _ in range(forks)], group)
+                self.pool.share(full)
+            self._seat(sequence, full + [self.pool.take() for _ in range(forks)], group)
         siblings[0].cached, siblings[0].num_registered, siblings[0].node = start, len(hits), node
         self.stats.prefix_hit_tokens += start
         prefill = Prefill(siblings, np.array(prompt, np.int64))
@@ -382,4 +384,4 @@ class Scheduler:
         self.stats.steps += 1
         self.stats.decode_tokens += plan.num_decode
         self.stats.prefill_tokens += sum(chunk.count for chunk in draft.chunks)
-        self.stats.peak_blocks = max(self.stats.peak_blocks, self._pool.num_used)
+        self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.num_used)

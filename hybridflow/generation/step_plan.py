@@ -59,15 +59,17 @@ class DecodeRows:
         self.positions = np.empty(0, np.int32)
         self.places = np.empty(0, np.int64)
         self._num_steps = 0
+        # rows whose next block border comes after a number of steps of the same remainder
+        self._growing: list[list[Sequence]] = [[] for _ in range(BLOCK_TOKENS)]
         self._ends = np.empty(0, np.int64)  # the number of steps after which each row has nothing left to sample
         self._first_end = -1
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def growing(self) -> np.ndarray:
-        """The places of rows whose newest token is the first of a block that they do not have yet."""
-        return np.flatnonzero(self.positions % BLOCK_TOKENS == 0)
+    def growing(self) -> list[Sequence]:
+        """Rows whose newest token is the first of a block, which they do not have yet."""
+        return self._growing[self._num_steps % BLOCK_TOKENS]
 
     def step(self) -> None:
         """One more sample of each row is planned. Those with nothing left to sample leave."""
@@ -82,6 +84,8 @@ class DecodeRows:
 
     def append(self, sequences: list[Sequence]) -> None:
         """Rows whose first sample was planned."""
+        for sequence in sequences:
+            self._border(sequence).append(sequence)
         self._set(self.sequences + tuple(sequences),
                   np.append(self.slots, np.array([s.slot for s in sequences], np.int32)),
                   np.append(self.positions, np.array([s.cached for s in sequences], np.int32)),
@@ -90,8 +94,15 @@ class DecodeRows:
     def drop_others(self) -> None:
         """Sequences that are not DECODING any more leave."""
         stay = [sequence.state is State.DECODING for sequence in self.sequences]
+        for sequence, stays in zip(self.sequences, stay, strict=True):
+            if not stays:
+                self._border(sequence).remove(sequence)
         sequences = tuple(sequence for sequence, stays in zip(self.sequences, stay, strict=True) if stays)
         self._set(sequences, self.slots[stay], self.positions[stay], self._ends[stay])
+
+    def _border(self, sequence: Sequence) -> list[Sequence]:
+        """Its row and those that reach a block border in the same steps: all rows go on by one position a step."""
+        return self._growing[(self._num_steps - sequence.cached) % BLOCK_TOKENS]
 
     def _set(self, sequences: tuple[Sequence, ...], slots: np.ndarray, positions: np.ndarray, ends: np.ndarray) -> None:
         self.sequences, self.slots, self.positions, self._ends = sequences, slots, positions, ends
