@@ -16,10 +16,10 @@ from hybridflow.data.records import prompt_text
 from hybridflow.exchange import share_json
 from hybridflow.observe.trace import Trace
 from hybridflow.parallel.world import World
+from hybridflow.response_text import answer_text
 from hybridflow.trainer.build import Builder
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.prompts import held_out_prompts, read_records, require_same
-from hybridflow.trainer.reward_source import answer_text
 from hybridflow.trainer.rollout import answer
 
 
@@ -41,7 +41,7 @@ def _run(inputs: Inputs, prompts: tuple[TokenisedPrompt, ...]) -> None:
 
 
 def _answers(inputs: Inputs, prompts: tuple[TokenisedPrompt, ...], world: World) -> list[dict]:
-    config, tokenizer, stop_ids = inputs.config, inputs.tokenizer, inputs.stop_ids
+    config, tokenizer, ends = inputs.config, inputs.tokenizer, inputs.ends
     builder, samples = Builder(inputs, world, Trace()), config.generation.samples_per_prompt
     generator, mesh = builder.generator()
     rollout = answer(generator, mesh, prompts, builder.sampling(), samples=samples, seed=config.train.seed,
@@ -51,8 +51,8 @@ def _answers(inputs: Inputs, prompts: tuple[TokenisedPrompt, ...], world: World)
     for row, sample, values in zip(rollout.batch.home[world.rank], rollout.batch.samples, log_probs):
         record = prompts[row // samples].record
         mine.append({"row": row, "sample": row % samples, "prompt": prompt_text(record.prompt),
-                     "response": answer_text(tokenizer, sample.response, stop_ids), "ground_truth": record.ground_truth,
-                     "finish_reason": "stop" if sample.response[-1] in stop_ids else "length",
+                     "response": answer_text(tokenizer, sample.response, ends), "ground_truth": record.ground_truth,
+                     "finish_reason": "stop" if sample.response[-1] in ends.ids else "length",
                      "prompt_ids": list(sample.prompt), "response_ids": list(sample.response),
                      "log_probs": values.tolist()})
     return sorted((row for rows in share_json(world, mine) for row in rows), key=lambda row: row["row"])

@@ -26,7 +26,7 @@ def checked_config(source: Source, overrides: Sequence[str], world_size: int, co
     """
     tree, faults = read_tree(source, overrides)
     named = read_tree({}, overrides)[0]
-    if command in (Command.GENERATE, Command.EXPORT):
+    if command.answers or command is Command.EXPORT:
         faults += _overridden(named, unread_keys(typed(tree)[0], command))
     if command is Command.EXPORT and world_size == 1 and not _names("train.layout", named):
         _drop_layout(tree)

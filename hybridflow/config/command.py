@@ -6,12 +6,18 @@ from enum import Enum
 class Command(Enum):
     """What a config is read for: each command needs other parts of it.
 
-    TRAIN, SFT, GENERATE and EXPORT are the commands of the command line. API is `init_trainer`, where the caller brings
-    the prompts, so that the data block is not read.
+    TRAIN, SFT, GENERATE and EXPORT are the commands of the command line. COMPLETE is GENERATE with a file of prompts of
+    its own, and API is `init_trainer`, where the caller brings the prompts: there the data block is not read.
     """
 
     TRAIN = "train"
     SFT = "sft"
     GENERATE = "generate"
+    COMPLETE = "generate --prompts"
     EXPORT = "export"
     API = "api"
+
+    @property
+    def answers(self) -> bool:
+        """Whether a trained model is asked for answers, and nothing else."""
+        return self in (Command.GENERATE, Command.COMPLETE)

@@ -21,7 +21,7 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
     if command is Command.EXPORT:
         return faults
     faults += _tokenizer(config, command)
-    if command is not Command.API:
+    if command not in (Command.API, Command.COMPLETE):
         faults += _data(config)
     if command in (Command.TRAIN, Command.API, Command.SFT):
         faults += _reward_function(config.reward.function)

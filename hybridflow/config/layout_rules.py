@@ -30,7 +30,7 @@ BLAMED = ("tp", "pp", "cp")  # for a world that cannot be cut, in this order
 
 def layout_faults(config: Config, world_size: int, command: Command) -> Iterator[Fault]:
     """A fault for each layout that `command` uses and that this world or the model's layers cannot be cut in."""
-    used = () if command is Command.GENERATE else used_roles(config, command)  # it has the generation layout alone
+    used = () if command.answers else used_roles(config, command)  # it has the generation layout alone
     written = {layout_key(config, role): written_layout(config, role) for role in used}
     learning = {layout_key(config, role) for role in used if role in LEARNING}
     spec = config.model.spec if config.model.path is None else None  # an export's file may have its run's start

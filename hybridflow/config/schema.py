@@ -176,7 +176,7 @@ class GenerationConfig:
     min_p: float = 0.0
     """Sample from tokens at least this many times as likely as the likeliest. 0: all."""
     stop: list[int | str] = field(default_factory=list)
-    """Token ids, or strings anywhere in the response, which end it. The end-of-text token always does."""
+    """Token ids, strings that are one token, other strings in a response's text: each ends it. End-of-text does too."""
     max_rows: int | None = None
     """Responses that one replica decodes at once. Memory and speed only. null: 256."""
     max_step_tokens: int = 2048

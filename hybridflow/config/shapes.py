@@ -49,7 +49,7 @@ def shape_faults(config: Config, world_size: int, command: Command) -> list[Faul
 def _layout_faults(config: Config, world_size: int, command: Command, role: Role,
                    model: ModelConfig) -> Iterator[Fault]:
     layouts = {}
-    if command is not Command.GENERATE:
+    if not command.answers:
         layouts[layout_key(config, role)] = role_layout(config, role, world_size)
     if role is Role.ACTOR and command is not Command.EXPORT:
         layouts["generation.layout"] = generation_layout(config, world_size)
@@ -60,10 +60,10 @@ def _layout_faults(config: Config, world_size: int, command: Command, role: Role
 
 
 def _length_faults(config: Config, command: Command, role: Role, model: ModelConfig) -> Iterator[Fault]:
-    """Positions for the longest prompt and response; with init_trainer for a response alone, prompts being its own."""
+    """Positions for the longest prompt and response; for a response alone where prompts are the caller's."""
     parts = {"data.max_prompt_length": config.data.max_prompt_length,
              "generation.max_new_tokens": config.generation.max_new_tokens}
-    if command is Command.API:
+    if command in (Command.API, Command.COMPLETE):
         parts.pop("data.max_prompt_length")
     longest = sum(parts.values())
     if command is Command.EXPORT or longest <= model.max_position_embeddings:

@@ -74,6 +74,11 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
              "has no effect in generate", "remove it"),
         NO_SPEC,
     ),
+    Command.COMPLETE: (
+        Idle(_always, (*LEARNING, *TRAINING, "train.layout", "generation.layout.within_node", "data", "evaluation"),
+             "has no effect in generate --prompts", "remove it"),
+        NO_SPEC,
+    ),
     Command.EXPORT: (
         Idle(_always, (*LEARNING, *TRAINING, "train.layout.sequence_parallel", "generation", "data",
                        "evaluation.prompts"), "has no effect in export", "remove it"),

@@ -36,7 +36,8 @@ TRAINING = (Command.TRAIN, Command.SFT, Command.API)
 def validate(config: Config, world_size: int, command: Command = Command.TRAIN) -> list[Fault]:
     """Every fault of `config` for `command` on `world_size` ranks; empty if there is none.
 
-    GENERATE and EXPORT are mostly given the file of a training run, so that keys without effect are no fault there.
+    GENERATE, COMPLETE and EXPORT are mostly given the file of a training run, so that keys without effect are no fault
+    there.
     """
     wrong, uncut = list(out_of_bounds(config)), list(layout_faults(config, world_size, command))
     faults = [*wrong, *_models(config, command), *uncut]
@@ -50,13 +51,15 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
         known = {fault.key for fault in unread}
         faults += [*unread, *(fault for fault in idle_keys(config) if fault.key not in known)]
         faults += [*_schedule(config, command), *_precision(config), *_memory(config)]
-    if command is not Command.API and command is not Command.EXPORT:
+    if command is not Command.EXPORT:
+        faults += _generation(config)
+    if command not in (Command.API, Command.COMPLETE, Command.EXPORT):
         faults += _data(config, command)
     return faults
 
 
 def _models(config: Config, command: Command) -> Iterator[Fault]:
-    model, asked = config.model, command in (Command.EXPORT, Command.GENERATE)
+    model, asked = config.model, command.answers or command is Command.EXPORT
     if model.path is None and model.spec is None:
         yield Fault("model.path", None, "no model is named",
                     "give a Hugging Face folder here, or the shape of a new model in model.spec")
@@ -66,7 +69,8 @@ def _models(config: Config, command: Command) -> Iterator[Fault]:
         yield Fault("model.tokenizer", None, "a new model brings no tokenizer",
                     "give a sentencepiece .model file or a Hugging Face folder")
     if asked and model.path is None:
-        yield Fault("model.path", None, f"there is nothing to {command.value}", "give the folder of a trained model")
+        verb = "export" if command is Command.EXPORT else "generate"
+        yield Fault("model.path", None, f"there is nothing to {verb}", "give the folder of a trained model")
     if model.spec is not None and not (asked and model.path is not None):
         yield from _spec(model.spec)
 
@@ -164,6 +168,15 @@ def _algorithm(config: Config) -> Iterator[Fault]:
     if algorithm.kl.target is not None and algorithm.kl.coef == 0:
         yield Fault("algorithm.kl.coef", 0, "a coefficient that starts at 0 cannot be steered to algorithm.kl.target",
                     "choose e.g. 0.01")
+
+
+def _generation(config: Config) -> Iterator[Fault]:
+    shortest, longest = config.generation.min_new_tokens, config.generation.max_new_tokens
+    if shortest > longest:
+        yield Fault("generation.min_new_tokens", shortest, f"is above generation.max_new_tokens {longest}",
+                    f"choose {longest} or less")
+    if "" in config.generation.stop:
+        yield Fault("generation.stop", config.generation.stop, "an empty string stands everywhere", "remove it")
 
 
 def _schedule(config: Config, command: Command) -> Iterator[Fault]:

@@ -102,7 +102,7 @@ class Builder:
         """The reward model if there is one, else the reward function."""
         if self.inputs.reward_function is None:
             return ModelRewards(self._scoring(Role.REWARD, Head.SCORE, self.config.model.reward_model.path))
-        return FunctionRewards(self.inputs.reward_function, self.inputs.tokenizer, self.inputs.stop_ids, self.world)
+        return FunctionRewards(self.inputs.reward_function, self.inputs.tokenizer, self.inputs.ends, self.world)
 
     def advantages(self) -> Advantages:
         algorithm = self.config.algorithm
@@ -131,7 +131,7 @@ class Builder:
         generation = self.config.generation
         return SamplingParams(generation.max_new_tokens, generation.min_new_tokens, generation.repetition_penalty,
                               generation.temperature, generation.top_k, generation.top_p, generation.min_p,
-                              self.inputs.stop_ids)
+                              self.inputs.ends.ids, self.inputs.ends.strings)
 
     def reduction(self) -> Reduction:
         algorithm = self.config.algorithm

@@ -18,7 +18,7 @@ class Evaluator:
     def __init__(self, sampler: Sampler, rewards: RewardSource, prompts: Sequence[TokenisedPrompt],
                  sampling: SamplingParams) -> None:
         self.sampler, self.rewards, self.prompts = sampler, rewards, prompts
-        self.greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
+        self.greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
     def __call__(self) -> dict[str, float]:
         """Mean reward, and the share of right answers where an answer can be right; {} without prompts.

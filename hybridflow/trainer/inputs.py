@@ -5,6 +5,7 @@ Whatever is wrong with these is a ValueError here, before a process group or a d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.hf_import import require_tensors
 from hybridflow.models.weights import canonical_shapes
+from hybridflow.response_text import ResponseEnds
 from hybridflow.rewards.function import ReasoningScoring, RewardFunction
 
 
@@ -23,14 +25,14 @@ class Inputs:
 
     Attributes:
         model: the actor's shape.
-        stop_ids: every id that ends a response: the tokenizer's and the model's ends, and generation.stop.
+        ends: what ends a response: the tokenizer's and the model's ends, and generation.stop.
         reward_function: with its workers running; None where a reward model scores, or nothing does.
     """
 
     config: Config
     tokenizer: Tokenizer
     model: ModelConfig
-    stop_ids: tuple[int, ...]
+    ends: ResponseEnds
     reward_function: RewardFunction | None
 
     @classmethod
@@ -43,7 +45,7 @@ class Inputs:
                 function started.
 
         Raises:
-            ValueError: a file, a model's tensors, a token to stop at, or the reward function is not as it must be.
+            ValueError: a file, a model's tensors, an id to stop at, or the reward function is not as it must be.
         """
         opened = open_tokenizer(config.model.tokenizer or config.model.path) if tokenizer is None else tokenizer
         model = model_shape(config, config.model.path, opened)
@@ -51,7 +53,8 @@ class Inputs:
         if scores:
             require_weights("model.critic.path", config.model.critic.path, Head.VALUE)
             require_weights("model.reward_model.path", config.model.reward_model.path, Head.SCORE)
-        return cls(config, opened, model, stop_ids(config, opened, model), _reward_function(config) if scores else None)
+        ends = response_ends(config.generation.stop, opened, model)
+        return cls(config, opened, model, ends, _reward_function(config) if scores else None)
 
 
 def model_shape(config: Config, path: str | None, tokenizer: Tokenizer | None) -> ModelConfig:
@@ -78,23 +81,24 @@ def require_weights(key: str, path: str | None, head: Head) -> None:
         raise ValueError(f"{key} = {error}{wanted}") from None
 
 
-def stop_ids(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
-    """Every id that ends a response.
+def response_ends(stops: Sequence[int | str], tokenizer: Tokenizer, model: ModelConfig) -> ResponseEnds:
+    """The ends of the tokenizer and the model, and `stops`: ids, strings of one token, and others.
 
     Raises:
-        ValueError: an entry of generation.stop is no single token of the vocabulary.
+        ValueError: ids that are not in the model's vocabulary, all of them.
     """
-    wanted = [_stop_id(stop, tokenizer, model) for stop in config.generation.stop]
-    return tuple(dict.fromkeys((*tokenizer.stop_ids, *model.eos_token_ids, *wanted)))
-
-
-def _stop_id(stop: int | str, tokenizer: Tokenizer, model: ModelConfig) -> int:
-    ids = [stop] if isinstance(stop, int) else tokenizer.encode(stop)
-    if len(ids) != 1:
-        raise ValueError(f"generation.stop {stop!r} is {len(ids)} tokens; it must be one token, or an id")
-    if not 0 <= ids[0] < model.vocab_size:
-        raise ValueError(f"generation.stop {stop!r} is no id of the vocabulary; ids are 0 to {model.vocab_size - 1}")
-    return ids[0]
+    ids, strings, wrong = [*tokenizer.stop_ids, *model.eos_token_ids], [], []
+    for stop in stops:
+        tokens = [stop] if isinstance(stop, int) else tokenizer.encode(stop)
+        if len(tokens) != 1:
+            strings.append(stop)
+        elif 0 <= tokens[0] < model.vocab_size:
+            ids.append(tokens[0])
+        else:
+            wrong.append(f"generation.stop {stop!r} is no id of the vocabulary; ids are 0 to {model.vocab_size - 1}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return ResponseEnds(tuple(dict.fromkeys(ids)), tuple(dict.fromkeys(strings)))
 
 
 def _reward_function(config: Config) -> RewardFunction | None:

@@ -18,15 +18,10 @@ from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.exchange import share_json
 from hybridflow.parallel.world import World
+from hybridflow.response_text import ResponseEnds, answer_text
 from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.records import FaultKind, RewardRequest, RewardResult
 from hybridflow.trainer.roles import ScoringRole, sum_over_world
-
-
-def answer_text(tokenizer: Tokenizer, response: Sequence[int], stop_ids: Sequence[int]) -> str:
-    """A response in words, without the token that ended it."""
-    ends = bool(response) and response[-1] in stop_ids
-    return tokenizer.decode(response[:-1] if ends else response)
 
 
 class FunctionRewards:
@@ -39,8 +34,8 @@ class FunctionRewards:
 
     right_score = 1.0 - 1e-9
 
-    def __init__(self, function: RewardFunction, tokenizer: Tokenizer, stop_ids: tuple[int, ...], world: World) -> None:
-        self.function, self.tokenizer, self.stop_ids, self.world = function, tokenizer, stop_ids, world
+    def __init__(self, function: RewardFunction, tokenizer: Tokenizer, ends: ResponseEnds, world: World) -> None:
+        self.function, self.tokenizer, self.ends, self.world = function, tokenizer, ends, world
         self.last_fault: str | None = None
 
     def score(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Tensor, dict[str, float]]:
@@ -60,7 +55,7 @@ class FunctionRewards:
 
     def _request(self, prompt: TokenisedPrompt, response: Sequence[int]) -> RewardRequest:
         record = prompt.record
-        return RewardRequest(record.data_source, answer_text(self.tokenizer, response, self.stop_ids),
+        return RewardRequest(record.data_source, answer_text(self.tokenizer, response, self.ends),
                              record.ground_truth, record.extra_info, record.entry)
 
     def _tell(self, result: RewardResult, requests: Sequence[RewardRequest]) -> dict[str, float]:

@@ -16,12 +16,12 @@ from hybridflow.observe.samples import RolloutSample
 from hybridflow.observe.trace import Trace, TraceCategory, settle_device
 from hybridflow.parallel.comm_hook import CommHook
 from hybridflow.parallel.world import World
+from hybridflow.response_text import answer_text
 from hybridflow.trainer.build import Builder, rl_updates
 from hybridflow.trainer.dataflow import Dataflow, Metrics, Roles, StepPlan
 from hybridflow.trainer.evaluate import Evaluator
 from hybridflow.trainer.export import export_actor
 from hybridflow.trainer.inputs import Inputs
-from hybridflow.trainer.reward_source import answer_text
 from hybridflow.trainer.rollout import Sampler
 
 
@@ -80,7 +80,7 @@ class RLTrainer:
         batch, each = self.batch, self.config.generation.samples_per_prompt
         assert batch is not None and batch.scores is not None
         wanted = [prompt * each for prompt in range(min(count, len(self.prompts)))]
-        mine = [(row, answer_text(self.tokenizer, sample.response, self.inputs.stop_ids))
+        mine = [(row, answer_text(self.tokenizer, sample.response, self.inputs.ends))
                 for row, sample in zip(batch.home[self.world.rank], batch.samples, strict=True) if row in wanted]
         answers = dict(pair for pairs in share_json(self.world, mine) for pair in pairs)
         records = [self.prompts[batch.groups[row]].record for row in wanted]

@@ -24,6 +24,7 @@ def unread(command, *overrides):
     (Command.SFT, "algorithm.gamma=0.5"),
     (Command.SFT, "algorithm.kl.where=reward"),
     (Command.SFT, "generation.temperature=0.5"),
+    (Command.SFT, "generation.min_p=0.5"),
     (Command.SFT, "train.forward_micro_batch_size=2"),
     (Command.SFT, "train.forward_micro_batch_tokens=400"),
     (Command.SFT, "logging.samples=0"),
@@ -73,7 +74,7 @@ def file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("command", [Command.GENERATE, Command.EXPORT])
+@pytest.mark.parametrize("command", [Command.GENERATE, Command.COMPLETE, Command.EXPORT])
 def test_a_training_runs_file_serves_other_commands_but_their_overrides_must_count(file, command):
     assert checked_config(file, [], 1, command).train.total_steps == 7
     assert checked_config(file, ["train.mixed_precision=bf16", "logging.dir=x"], 1, command).logging.dir == "x"
@@ -97,6 +98,14 @@ def test_the_file_of_a_run_from_random_weights_serves_other_commands(tmp_path, c
             checked_config(path, [trained, alone, spec], 1, command)
         assert [str(fault) for fault in caught.value.faults] == [
             "model.spec = {...}: has no effect where model.path is given; remove one of the two"]
+
+
+def test_prompts_of_a_file_are_not_the_datas(file):
+    assert checked_config(file, ["data.size=9", "evaluation.prompts=3"], 1, Command.GENERATE).data.size == 9
+    with pytest.raises(ConfigError) as caught:
+        checked_config(file, ["data.size=9", "evaluation.prompts=3"], 1, Command.COMPLETE)
+    assert [str(fault) for fault in caught.value.faults] == [
+        f"{key}: has no effect in generate --prompts; remove it" for key in ("data.size = 9", "evaluation.prompts = 3")]
 
 
 def test_one_process_exports_whole_unless_an_override_gives_a_layout(tmp_path):

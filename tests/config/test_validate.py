@@ -198,7 +198,9 @@ def test_models():
     assert "model.tokenizer" in faults(1, tree={"model": {"spec": {}}}, command=Command.API)
     assert faults(1, tree={"model": {"path": "folder"}}) == {}
     assert "nothing to export" in faults(1, command=Command.EXPORT)["model.path"]
-    assert "nothing to generate" in faults(1, command=Command.GENERATE)["model.path"]
+    for command in (Command.GENERATE, Command.COMPLETE):
+        assert faults(1, command=command)["model.path"].endswith(
+            "there is nothing to generate; give the folder of a trained model")
 
 
 @pytest.mark.parametrize(("override", "key"), [
@@ -209,6 +211,12 @@ def test_models():
     ("model.spec.head_dim=5", "model.spec.head_dim"),
     ("model.spec={hidden_size: 20, num_heads: 4}", "model.spec.head_dim"),
     ("generation.temperature=0", "generation.temperature"),
+    ("generation.min_new_tokens=65", "generation.min_new_tokens"),
+    ("generation.min_p=1.5", "generation.min_p"),
+    ("generation.repetition_penalty=0", "generation.repetition_penalty"),
+    ("generation.max_step_tokens=0", "generation.max_step_tokens"),
+    ("generation.kv_cache_mb=0", "generation.kv_cache_mb"),
+    ("generation.stop=[a, '']", "generation.stop"),
     ("data.tasks=[]", "data.tasks"),
     ("data.tasks=[{weight: 0}]", "data.tasks[0].weight"),
     ("data.test_tasks=[{name: gcd}, {weight: -1}]", "data.test_tasks[1].weight"),
@@ -257,6 +265,7 @@ def test_generating_needs_held_out_prompts():
     tree = {"model": {"path": "folder"}, "data": {"source": "jsonl", "train_files": ["a"]}}
     assert set(faults(1, tree=tree, command=Command.GENERATE)) == {"data.test_files"}
     assert faults(1, "data.test_files=[b]", tree=tree, command=Command.GENERATE) == {}
+    assert faults(1, tree=tree, command=Command.COMPLETE) == {}  # it has prompts of its own
 
 
 def test_files_need_names_and_a_judge():

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.weights import canonical_shapes
-from hybridflow.trainer.inputs import require_weights
+from hybridflow.response_text import ResponseEnds
+from hybridflow.trainer.inputs import require_weights, response_ends
 
 SHAPE = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
          "num_attention_heads": 4}
@@ -31,3 +32,20 @@ def test_a_folder_has_the_tensors_of_its_model(tmp_path: Path, head: Head, chang
         return require_weights("model.path", str(tmp_path), head)
     with pytest.raises(ValueError, match=why):
         require_weights("model.path", str(tmp_path), head)
+
+
+class Words:
+    """A tokenizer as far as ends are concerned: every letter is a token, and END is one."""
+
+    stop_ids = (2,)
+
+    def encode(self, text):
+        return [7] if text == "END" else [ord(letter) - ord("a") + 10 for letter in text]
+
+
+def test_stops_are_ids_strings_of_one_token_and_other_strings():
+    model = ModelConfig.from_hf_dict(SHAPE | {"eos_token_id": [2, 4]})
+    ends = response_ends([9, "END", "ab", "a", "ab", 4], Words(), model)
+    assert ends == ResponseEnds((2, 4, 9, 7, 10), ("ab",))
+    with pytest.raises(ValueError, match=r"stop 32 is no id of the vocabulary; ids are 0 to 31; generation.stop 'z'"):
+        response_ends([32, "z"], Words(), model)

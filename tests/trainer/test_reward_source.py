@@ -10,8 +10,9 @@ from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import PromptRecord
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.parallel.world import World
+from hybridflow.response_text import ResponseEnds, answer_text
 from hybridflow.rewards.function import RewardFunction
-from hybridflow.trainer.reward_source import FunctionRewards, answer_text
+from hybridflow.trainer.reward_source import FunctionRewards
 from tests.ranks import run_ranks
 
 END = 0
@@ -41,7 +42,7 @@ def rollouts(world: World, answers: list[str]) -> Batch:
 
 
 def score_twice(world: World, spec: str) -> list[tuple]:
-    rewards = FunctionRewards(RewardFunction.load(spec, timeout_s=30.0), Letters(), (END,), world)
+    rewards = FunctionRewards(RewardFunction.load(spec, timeout_s=30.0), Letters(), ResponseEnds((END,)), world)
     told = []
     for answers in (["ab", "xa", "x"], ["ab", "b", "ab"]):
         scores, metrics = rewards.score(rollouts(world, answers), PROMPTS)
@@ -82,6 +83,14 @@ def test_every_rank_is_told_the_same(spec: str):
 
 
 def test_the_token_that_ended_an_answer_is_not_judged():
-    assert answer_text(Letters(), (1, 2, END), (END, 3)) == "ab"
-    assert answer_text(Letters(), (1, 2), (END,)) == "ab"
-    assert answer_text(Letters(), (), (END,)) == ""
+    assert answer_text(Letters(), (1, 2, END), ResponseEnds((END, 3))) == "ab"
+    assert answer_text(Letters(), (1, 2), ResponseEnds((END,))) == "ab"
+    assert answer_text(Letters(), (), ResponseEnds((END,))) == ""
+
+
+def test_the_string_that_ended_an_answer_is_not_judged():
+    ends = ResponseEnds((END,), ("bc", "cd"))
+    assert answer_text(Letters(), (1, 2, 3), ends) == "a"
+    assert answer_text(Letters(), (1, 2, 3, 1), ends) == "abca"  # it stands there since before, so it did not end this
+    assert answer_text(Letters(), (1, 2, END), ends) == "ab"
+    assert answer_text(Letters(), (), ends) == ""
