@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from heapq import heapify, heapreplace
 from typing import Protocol
 
@@ -18,14 +19,23 @@ from hybridflow.parallel.arithmetic import ceil_div
 PORTIONS_PER_REPLICA = 4  # at least, as far as rows last: the largest is then a quarter of a replica's share
 
 
+class Balance(Enum):
+    """How prompts come to replicas. Example: `Balance("shared")`."""
+
+    OWN = "own"
+    SHARED = "shared"
+
+
 class WorkSource(Protocol):
     """Where a replica gets prompts from. All sources of a call of generation together hand out every prompt once.
 
     Attributes:
         most_rows: rows that the replica should have at work at once, so that others get their part.
+        taken: what the replica has taken so far. The engine keeps it on all ranks of the replica.
     """
 
     most_rows: int
+    taken: list[int]
 
     def take(self, rows: int) -> list[int]:
         """At most `rows` (1 or more) prompts to start, by their index in the whole list; [] once nothing is left.
@@ -89,6 +99,7 @@ class OwnShare:
         mine.sort(key=lambda portion: (-portion.prompt_tokens, prompts[portion.indices[0]].ids, portion.indices))
         self._waiting = [portion.indices for portion in reversed(mine)]
         self.most_rows = max(1, sum(len(portion.indices) for portion in mine))
+        self.taken: list[int] = []
 
     def take(self, rows: int) -> list[int]:
         taken: list[int] = []
@@ -126,6 +137,7 @@ class SharedQueue:
         self._left: tuple[int, ...] = ()  # of a portion that did not fit
         self._largest = max(map(len, self._portions), default=1)
         self.most_rows = max(self._largest, ceil_div(len(prompts), replicas))
+        self.taken: list[int] = []
 
     def take(self, rows: int) -> list[int]:
         taken = list(self._left[:rows])
