@@ -22,8 +22,8 @@ def parse_row(row: Any, origin: str) -> PromptRecord:
     if not isinstance(row, dict):
         raise ValueError(f"{origin}: expected an object with data_source, prompt and reward_model, got {_show(row)}")
     return require_text(PromptRecord(
-        data_source=_require(row, "data_source", str, "text", origin),
-        prompt=_parse_prompt(row, origin),
+        data_source=_require(row, "data_source", str, "text", f"{origin}: "),
+        prompt=parse_prompt(row, origin),
         ground_truth=_parse_ground_truth(row, origin),
         extra_info=_parse_extra_info(row, origin),
         origin=origin,
@@ -48,28 +48,30 @@ def require_text(record: PromptRecord) -> PromptRecord:
     return record
 
 
-def _parse_prompt(row: dict[str, Any], origin: str) -> Prompt:
+def parse_prompt(row: dict[str, Any], origin: str = "") -> Prompt:
+    """The prompt in a row: text, or a list of messages. Raises ValueError naming origin, key and rule."""
+    where = origin and f"{origin}: "
     if "prompt" not in row:
-        raise ValueError(f"{origin}: key 'prompt' is missing")
+        raise ValueError(f"{where}key 'prompt' is missing")
     prompt = row["prompt"]
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, list) and prompt:
-        return tuple(_parse_message(message, f"prompt[{i}]", origin) for i, message in enumerate(prompt))
-    raise ValueError(f"{origin}: key 'prompt' must be text or a list of chat messages, not empty, got {_show(prompt)}")
+        return tuple(_parse_message(message, f"prompt[{i}]", where) for i, message in enumerate(prompt))
+    raise ValueError(f"{where}key 'prompt' must be text or a list of chat messages, not empty, got {_show(prompt)}")
 
 
-def _parse_message(message: Any, key: str, origin: str) -> ChatMessage:
+def _parse_message(message: Any, key: str, where: str) -> ChatMessage:
     if not isinstance(message, dict):
-        raise ValueError(f"{origin}: key '{key}' must be an object with role and content, got {_show(message)}")
+        raise ValueError(f"{where}key '{key}' must be an object with role and content, got {_show(message)}")
     return ChatMessage(
-        role=_require(message, "role", str, "text", origin, f"{key}."),
-        content=_require(message, "content", str, "text (images and other parts are not read)", origin, f"{key}."),
+        role=_require(message, "role", str, "text", where, f"{key}."),
+        content=_require(message, "content", str, "text (images and other parts are not read)", where, f"{key}."),
     )
 
 
 def _parse_ground_truth(row: dict[str, Any], origin: str) -> str:
-    reward_model = _require(row, "reward_model", dict, "an object with the key ground_truth", origin)
+    reward_model = _require(row, "reward_model", dict, "an object with the key ground_truth", f"{origin}: ")
     if reward_model.get("ground_truth") is None:
         raise ValueError(f"{origin}: key 'reward_model.ground_truth' is missing")
     truth = reward_model["ground_truth"]
@@ -81,14 +83,15 @@ def _parse_extra_info(row: dict[str, Any], origin: str) -> dict[str, Any]:
     # Parquet fills absent structs with nulls.
     if row.get("extra_info") is None:
         return {}
-    return _require(row, "extra_info", dict, "an object", origin)
+    return _require(row, "extra_info", dict, "an object", f"{origin}: ")
 
 
-def _require(row: dict[str, Any], key: str, kind: type, meaning: str, origin: str, prefix: str = "") -> Any:
+def _require(row: dict[str, Any], key: str, kind: type, meaning: str, where: str, prefix: str = "") -> Any:
+    """`where` starts the message, with its colon."""
     if key not in row:
-        raise ValueError(f"{origin}: key '{prefix}{key}' is missing")
+        raise ValueError(f"{where}key '{prefix}{key}' is missing")
     if not isinstance(row[key], kind):
-        raise ValueError(f"{origin}: key '{prefix}{key}' must be {meaning}, got {_show(row[key])}")
+        raise ValueError(f"{where}key '{prefix}{key}' must be {meaning}, got {_show(row[key])}")
     return row[key]
 
 
