@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.engine.native import TrainEngine
-from hybridflow.generation.engine import DEFAULT_LIMITS, GenerationLimits, Generator
+from hybridflow.generation.engine import Generator
+from hybridflow.generation.limits import DEFAULT_LIMITS, GenerationLimits
+from hybridflow.generation.runners import make_runner
 from hybridflow.generation.weight_home import PackedHome, SharedHome, WeightHome, WeightMode
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage
@@ -89,7 +91,8 @@ class HybridEngine:
         if train.grads.sharded:
             shares = share_map(train.shard_map, train.grads.layout(), train.mesh, train.grads.sharded)
             self.after_step = route(shares, with_training(self.home.shard_map, train.shard_map))
-        self.generator = Generator(self.stage, mesh, model, limits)
+        runner = make_runner(self.stage, mesh, owns_weights=weights is WeightMode.PACKED)
+        self.generator = Generator(self.stage, mesh, model, runner, limits)
         self.last_report = ReshardReport(0.0, 0, 0, 0)
         self._settle = settle_device(mesh.device)
         self._under_way: _UnderWay | None = None
@@ -118,8 +121,8 @@ class HybridEngine:
 
     def free(self) -> None:
         """Give the memory of the generation weights back."""
+        self.generator.sleep()
         self.home.free()
-        self.generator.weight_version = None
 
     def _home_of(self, weights: WeightMode, wanted: ShardMap) -> WeightHome:
         if weights is WeightMode.PACKED:
@@ -143,7 +146,7 @@ class HybridEngine:
     def _start(self, route: Route) -> _UnderWay:
         """Make the generator's storages."""
         started, parameters = self._now(), self.train.storages
-        self.generator.weight_version = None
+        self.generator.sleep()
         shares = {share_storage(i): bucket.my_params for i, bucket in enumerate(self.train.grads.buckets)}
         training = {f"{TRAINING}{name}": tensor for name, tensor in parameters.items()}
         return _UnderWay(started, route.stats.received_bytes, parameters | shares, training | self.home.take(training))
@@ -159,7 +162,7 @@ class HybridEngine:
         route.verify(reshard.sources, reshard.destinations, self.train.version)
         reshard.destinations.clear()  # memory that the home may replace is not to be kept
         self.home.ready()
-        self.generator.weight_version = self.train.version
+        self.generator.wake(self.train.version)
         received = route.stats.received_bytes - reshard.received_before
         self.last_report = ReshardReport(self._now() - reshard.started, received, route.lower_bound_bytes,
                                          self.home.taken_bytes + route.stats.peak_buffer_bytes)

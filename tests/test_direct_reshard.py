@@ -84,6 +84,7 @@ class Actor:
                                    weights=case.weights, check=ReshardCheck.ALL)
         self.role = TrainedRole(self.engine, MicroBatching(2), MicroBatching(2), Reduction(LossReduction.TOKEN_MEAN))
         self.world = world
+        self.hybrid.generator.wake = self._note_and_wake
 
     def update(self, step: int, direct: bool, spoilt: bool = False) -> Update:
         factor = math.nan if spoilt else 1.0
@@ -96,9 +97,16 @@ class Actor:
                                 self.hybrid if direct else None)
 
     def generated(self) -> dict[Box, Tensor]:
-        home = self.hybrid.home  # a packed one may have its matrices in columns
-        storages = {name: tensor.contiguous() for name, tensor in home.storages.items()}
-        return {shard.box: shard.view(storages).clone() for shard in home.shard_map.shards(self.world.rank)}
+        return {shard.box: shard.view(self.filled).clone()
+                for shard in self.hybrid.home.shard_map.shards(self.world.rank)}
+
+    def _note_and_wake(self, version: int) -> None:
+        """What was filled in is copied before the generator lays it out anew."""
+        self.filled = {name: tensor.clone() for name, tensor in self._storages().items()}
+        type(self.hybrid.generator).wake(self.hybrid.generator, version)
+
+    def _storages(self) -> dict[str, Tensor]:
+        return self.hybrid.home.storages or {name: p.data for name, p in self.hybrid.stage.named_parameters()}
 
     def answers(self) -> str:
         return repr(self.hybrid.generator.generate(PROMPTS, PARAMS, 0, expected_version=self.engine.version))

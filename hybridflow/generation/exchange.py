@@ -61,6 +61,7 @@ class Exchange:
     """The messages of one rank.
 
     Attributes:
+        num_groups: of sequences that are in flight at once, one for each stage.
         lag: steps that the host may be behind the device, so that it never waits for the step under way.
     """
 
@@ -68,6 +69,7 @@ class Exchange:
         """`draws_raw`: processed log-probs never differ from raw ones, and are not sent."""
         self._tp, self.device = mesh.tp, mesh.device
         self._columns = 2 if draws_raw else 3
+        self.num_groups = mesh.pp.size
         self.lag = 0 if mesh.device.type == "cpu" else 1
         self.is_last = mesh.pp.index == mesh.pp.size - 1
         self.leads_sampling = self.is_last and mesh.tp.index == 0

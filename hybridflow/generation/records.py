@@ -97,6 +97,11 @@ class Begun:
     processed_log_probs: tuple[float, ...] | None
     versions: tuple[int, ...]
 
+    @classmethod
+    def of(cls, completion: Completion) -> Begun:
+        """What to resume an interrupted completion with."""
+        return cls(completion.response_ids, completion.log_probs, completion.processed_log_probs, completion.versions)
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -107,12 +112,15 @@ class Prompt:
         sample: which of the prompt's samples this is.
         ids: the prompt's tokens, at least one.
         begun: what the response starts with; None starts a new one.
+        max_new_tokens: its own limit on the response, what was begun included; None is that of the sampling parameters,
+            which it can only lower.
     """
 
     id: int
     sample: int
     ids: tuple[int, ...]
     begun: Begun | None = None
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class Results:
 
     def by_request(self) -> Iterator[Sampled]:
         """Of every request, those without a token included."""
+        if not self._num_requests:
+            return
         nothing = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0)
         columns = [np.concatenate(column) for column in zip(*self._steps, strict=True)] if self._steps else nothing
         order = columns[0].argsort(kind="stable")  # within a request the steps stay in order

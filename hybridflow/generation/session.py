@@ -19,8 +19,12 @@ from hybridflow.generation.random import stream_keys
 from hybridflow.generation.records import Begun, Completion, FinishReason, Prompt, SamplingParams
 from hybridflow.generation.results import Results, Sampled
 from hybridflow.generation.runner import StageRunner, StepBatch
-from hybridflow.generation.sampling import Sampler
-from hybridflow.generation.scheduler import Request, Scheduler, Sequence as Running, StepPlan
+from hybridflow.generation.sampling import Choice, Sampler
+from hybridflow.generation.scheduler import Scheduler
+from hybridflow.generation.seen_tokens import SeenTokens
+from hybridflow.generation.sequence import Request
+from hybridflow.generation.sequence import Sequence as Running
+from hybridflow.generation.step_plan import StepPlan
 from hybridflow.generation.stop_strings import StopStrings
 
 NOTHING = Begun((), (), None, ())
@@ -44,6 +48,9 @@ class Session:
         self.prompts, self.params, self.version = prompts, params, version
         self.sampler = Sampler(params, vocab_size)
         self.rows = RowState(scheduler.tables.shape[0], exchange.device)
+        self.seen: SeenTokens | None = None
+        if params.repetition_penalty != 1 and exchange.leads_sampling:
+            self.seen = SeenTokens(scheduler.tables.shape[0], vocab_size, exchange.device)
         self.results = Results(len(prompts))
         self.ended = np.zeros(len(prompts), dtype=bool)
         self.stopped = np.zeros(len(prompts), dtype=bool)
@@ -52,10 +59,10 @@ class Session:
         self.text_ends = StopStrings(params.stop_strings, decode) if params.stop_strings else None
         ids = torch.tensor([[p.id, p.sample] for p in prompts], dtype=torch.int64).view(-1, 2)
         self.keys = stream_keys(seed, ids[:, 0], ids[:, 1]).numpy()  # [requests]
-        self.in_flight: tuple[deque[Turn], ...] = tuple(deque() for _ in range(scheduler.num_groups))
+        self.in_flight: tuple[deque[Turn], ...] = tuple(deque() for _ in range(exchange.num_groups))
 
     def run(self, interrupt: Callable[[], bool] | None) -> list[Completion]:
-        self.scheduler.add(self.requests())
+        self.scheduler.add(list(self.requests()))
         group = 0
         while not (self.scheduler.is_idle and not any(self.in_flight)):
             if self.turn(group, interrupt):
@@ -71,7 +78,7 @@ class Session:
         for i in sorted(range(len(self.prompts)), key=order):
             prompt = self.prompts[i]
             begun = (prompt.begun or NOTHING).response_ids
-            yield Request(i, prompt.ids, self.params.max_new_tokens - len(begun), begun)
+            yield Request(i, prompt.ids, longest(prompt, self.params) - len(begun), begun)
 
     def turn(self, group: int, interrupt: Callable[[], bool] | None) -> bool:
         """One step of a group, once the choices of its step before are in. Returns whether all shall stop."""
@@ -87,20 +94,24 @@ class Session:
 
     def step(self, plan: StepPlan, interrupt: Callable[[], bool] | None) -> Choices:
         """Run a plan on this stage and let the last one choose."""
-        self.rows.enter(plan, self.keys, self.prompts)
-        batch = self.rows.batch(plan, self.scheduler.tables)
-        hidden = self.runner.run(batch, self.exchange.receive_hidden(len(plan.slots)))
+        self.rows.enter(plan, self.keys)
+        hidden = self.runner.run(self.rows.batch(plan, self.scheduler.tables), None)
         self.runner.copy_blocks(plan.copies)
-        choice = None
-        if self.exchange.leads_sampling:
-            choice = self.sampler.choose(self.runner.logits(hidden), *self.rows.draws(plan), None)
-        elif self.exchange.is_last:
-            self.runner.logits(hidden)  # its gather is collective
-        else:
-            self.exchange.send_hidden(hidden)
+        logits = self.runner.logits(hidden)
+        choice = self.choose(plan, logits) if self.exchange.leads_sampling else None
         choices = self.exchange.share(choice, len(plan.sequences), interrupt is not None and interrupt())
-        self.rows.sampled(plan, choices)
+        self.rows.sampled(plan, choices.tokens)
         return choices
+
+    def choose(self, plan: StepPlan, logits: Tensor) -> Choice:
+        keys, counts, slots = self.rows.draws(plan)
+        if self.seen is None:
+            return self.sampler.choose(logits, keys, counts)
+        for slot, sequence in entering(plan):
+            self.seen.begin(slot, sequence.tokens)
+        choice = self.sampler.choose(logits, keys, counts, self.seen.of(slots))
+        self.seen.add(slots, choice.tokens)
+        return choice
 
     def collect(self, turn: Turn) -> bool:
         """Commit a step's choices. Returns whether all shall stop."""
@@ -150,9 +161,10 @@ class RowState:
         self._newest = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._keys, self._counts = np.zeros(max_rows, dtype=np.int64), np.zeros(max_rows, dtype=np.int64)
 
-    def enter(self, plan: StepPlan, keys: np.ndarray, prompts: Sequence[Prompt]) -> None:
-        """Sequences that have left their prefill in this step begin to draw where their responses are."""
-        for slot, sequence in zip(plan.sample_slots[plan.num_decode :], plan.sequences[plan.num_decode :], strict=True):
+    def enter(self, plan: StepPlan, keys: np.ndarray) -> None:
+        """Sequences that leave their prefill in this step begin to draw where their responses are. `keys`: one per
+        request."""
+        for slot, sequence in entering(plan):
             self._keys[slot] = keys[sequence.request.index]
             self._counts[slot] = len(sequence.request.begun) + len(sequence.response)
 
@@ -166,16 +178,30 @@ class RowState:
         return StepBatch(plan.num_decode, plan.chunks, ids, self._to(plan.positions), slots,
                          self._to(tables[:, :width]), self._to(plan.sample_at))
 
-    def draws(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Which streams the step draws from, and where in them."""
-        return self._to(self._keys[plan.sample_slots]), self._to(self._counts[plan.sample_slots])
+    def draws(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each sample `[samples]`: its stream, how far it has been drawn from, and its slot; int64."""
+        slots = plan.sample_slots
+        return self._to(self._keys[slots]), self._to(self._counts[slots]), self._to(slots).long()
 
-    def sampled(self, plan: StepPlan, choices: Choices) -> None:
-        self._newest[self._to(plan.sample_slots).long()] = choices.tokens
+    def sampled(self, plan: StepPlan, tokens: Tensor) -> None:
+        """`tokens` int64 `[samples]`, on the device."""
+        self._newest[self._to(plan.sample_slots).long()] = tokens
         self._counts[plan.sample_slots] += 1
 
     def _to(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def longest(prompt: Prompt, params: SamplingParams) -> int:
+    """Tokens of the longest response to a prompt."""
+    own = params.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
+    return min(own, params.max_new_tokens)
+
+
+def entering(plan: StepPlan) -> Iterator[tuple[int, Running]]:
+    """Slots and sequences whose prompt is in the cache from this step on."""
+    first = plan.num_decode
+    return zip(plan.sample_slots[first:].tolist(), plan.sequences[first:], strict=True)
 
 
 def _check_numbers(prompt: Prompt, log_probs: list[float], begun: int) -> None:

@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridflow.generation.blocks import BLOCK_TOKENS
+from hybridflow.generation.graphs import DecodeGraphs
 from hybridflow.generation.runner import Chunk, StepBatch
 from hybridflow.generation.weight_layout import lay_out_for_decoding
 from hybridflow.kernels.attention import causal_suffix_attention
 from hybridflow.models.attention import PackedCausal
 from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.layout import split_heads
+from hybridflow.models.rope import RopeKind
 
 
 class TorchRunner:
@@ -31,6 +33,7 @@ class TorchRunner:
         (self._layers,) = stage.chunk_layers.values()
         self._is_last = stage.norm is not None
         self._pages: Tensor | None = None
+        self._graphs: DecodeGraphs | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -42,12 +45,14 @@ class TorchRunner:
             lay_out_for_decoding(self._stage)
 
     def allocate(self, num_blocks: int) -> None:
-        shape = 2, len(self._layers), num_blocks, BLOCK_TOKENS, self._kv_heads, self._stage.config.head_dim
+        shape = 2, len(self._layers), num_blocks + 1, BLOCK_TOKENS, self._kv_heads, self._stage.config.head_dim
         # Zeros, since a masked position still meets a weight of 0, which NaN would survive.
         self._pages = torch.zeros(shape, dtype=self._stage.dtype, device=self._device)
+        if self._device.type == "cuda" and self._stage.config.rope.kind is not RopeKind.DYNAMIC:  # it asks the host
+            self._graphs = DecodeGraphs(self._forward, scratch_block=num_blocks)
 
     def release(self) -> None:
-        self._pages = None
+        self._pages = self._graphs = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
@@ -55,6 +60,9 @@ class TorchRunner:
             self._pages[:, :, destination] = self._pages[:, :, source]
 
     def run(self, batch: StepBatch, x: Tensor | None) -> Tensor:
+        return self._forward(batch, x) if batch.chunks or self._graphs is None else self._graphs.run(batch, x)
+
+    def _forward(self, batch: StepBatch, x: Tensor | None) -> Tensor:
         attend = PagedAttend(self._pages, self._layers, batch)
         hidden = self._stage.forward_hidden(batch.ids if x is None else x, batch.positions.long(), attend)
         return hidden[batch.sampled] if self._is_last else hidden

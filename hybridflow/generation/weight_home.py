@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.generation.shared_weights import lend, take_back
-from hybridflow.generation.weight_layout import lay_out_for_decoding
 from hybridflow.models.decoder import DecoderStage
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.share import rest_shapes, shared_map, tiling
@@ -37,8 +36,8 @@ class WeightHome(Protocol):
     Attributes:
         shard_map: where in the storages of `take` the boxes of every rank lie.
         taken_bytes: of memory that `take` allocates.
-        storages: all that the generator computes with, as `shard_map` names it; empty once they are freed. Where
-            weights are laid out for decoding, rows are in order only until `ready`.
+        storages: all that the generator computes with, as `shard_map` names it; empty once they are freed, or where
+            they are the generator's to lay out anew from `ready` on.
     """
 
     shard_map: ShardMap
@@ -56,7 +55,7 @@ class WeightHome(Protocol):
 
 
 class PackedHome:
-    """A whole copy of the generation shard, laid out for decoding: the fastest to compute with."""
+    """A whole copy of the generation shard, which the generator may lay out as it likes: the fastest to compute with."""
 
     def __init__(self, stage: DecoderStage, shard_map: ShardMap, dtype: torch.dtype, device: torch.device) -> None:
         self.shard_map = shard_map
@@ -73,9 +72,7 @@ class PackedHome:
         return self.storages
 
     def ready(self) -> None:
-        self.storages = {}  # memory in rows is not kept where the stage takes another
-        lay_out_for_decoding(self._stage)
-        self.storages = {name: param.data for name, param in self._stage.named_parameters()}
+        self.storages = {}  # memory in rows is not kept where the runner takes another
 
     def free(self) -> None:
         for param in self._stage.parameters():

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
-from hybridflow.generation.engine import GenerationLimits, Generator
+from hybridflow.generation.engine import Generator
+from hybridflow.generation.limits import GenerationLimits
 from hybridflow.generation.records import Completion, Prompt
+from hybridflow.generation.runners import make_runner
 from hybridflow.micro_batch import MicroBatch, Sample
 from hybridflow.models.config import Family, Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage
@@ -30,18 +33,29 @@ CONFIGS = {
 
 
 def make_generator(world: World | None = None, layout: Layout = ONE_PROCESS, *, config: ModelConfig = CONFIG,
-                   dtype: torch.dtype = torch.float64, seed: int = 0, **limits: Any) -> Generator:
+                   dtype: torch.dtype = torch.float64, seed: int = 0, owns_weights: bool = True,
+                   **limits: Any) -> Generator:
+    """`owns_weights` False: the stage is left as it is, to be lent others' weights."""
     world = world or World.single(torch.device("cpu"))
     mesh = Mesh(Grid.of(layout), world)
     chunks = Chunks(layout.pp)
     stage = DecoderStage(config, mesh, Head.LANGUAGE_MODEL, chunks=chunks,
                          chunk_layers=chunk_layers(config.num_layers, chunks), sequence_parallel=False, dtype=dtype)
     set_weights(stage, mesh.grid, world.rank, config, seed)
-    return Generator(stage, mesh, config, GenerationLimits(**limits))
+    runner = make_runner(stage, mesh, owns_weights=owns_weights)
+    generator = Generator(stage, mesh, config, runner, GenerationLimits(**limits))
+    generator.wake()
+    return generator
 
 
 def set_weights(stage: DecoderStage, grid: Grid, rank: int, config: ModelConfig, seed: int) -> None:
     init_weights(stage.state_dict(), decoder_shard_map(config, grid, Head.LANGUAGE_MODEL), rank, seed, config)
+
+
+def give_weights(source: DecoderStage, destination: DecoderStage) -> None:
+    """Other weights in memory of their own, as a reshard brings them; what was prepared of the old ones stays."""
+    for new, old in zip(source.parameters(), destination.parameters(), strict=True):
+        old.data = new.data.clone()
 
 
 def make_prompts(lengths: list[int], samples: int = 1, vocab_size: int = 37) -> list[Prompt]:
@@ -60,7 +74,12 @@ def full_log_probs(generator: Generator, completion: Completion, temperature: fl
 
 def assert_same(one: list[Completion], other: list[Completion], tolerance: float = 1e-9) -> None:
     """Equal tokens and finish reasons, and log-probs that differ by rounding only."""
-    assert [replace(c, log_probs=()) for c in one] == [replace(c, log_probs=()) for c in other]
+    def exact(completion: Completion) -> Completion:
+        return replace(completion, log_probs=(), processed_log_probs=None)
+
+    assert [exact(c) for c in one] == [exact(c) for c in other]
     for left, right in zip(one, other, strict=True):
-        torch.testing.assert_close(torch.tensor(left.log_probs, dtype=torch.float64),
-                                   torch.tensor(right.log_probs, dtype=torch.float64), rtol=0, atol=tolerance)
+        assert left.log_probs == pytest.approx(right.log_probs, rel=0, abs=tolerance)
+        assert (left.processed_log_probs is None) == (right.processed_log_probs is None)
+        if left.processed_log_probs is not None:
+            assert left.processed_log_probs == pytest.approx(right.processed_log_probs, rel=0, abs=tolerance)

@@ -61,7 +61,7 @@ def borrow(generator: Generator, train: str, layout: Layout, rank: int, config, 
 def test_a_whole_model_on_each_rank(train, family):
     config = CONFIGS[family]
     want = make_generator(config=config).generate(PROMPTS, PARAMS, seed=0)
-    generator = make_generator(config=config)
+    generator = make_generator(config=config, owns_weights=False)
     for rank in (0, 3):
         borrow(generator, train, Layout(dp=4), rank, config, torch.float64)
         assert_same(generator.generate(PROMPTS, PARAMS, seed=0), want, tolerance=1e-12)
@@ -69,7 +69,7 @@ def test_a_whole_model_on_each_rank(train, family):
 
 def gaps(world, layout: Layout, family: str) -> None:
     config = CONFIGS[family]
-    generator = make_generator(world, layout, config=config)
+    generator = make_generator(world, layout, config=config, owns_weights=False)
     want = generator.generate(PROMPTS, PARAMS, seed=0)
     for train in ("tp4", "tp2pp2-vpp2", "pp2dp2-v", "dp4"):
         borrow(generator, train, layout, world.rank, config, torch.float64)
@@ -84,8 +84,8 @@ def test_a_part_of_the_model_on_each_rank(layout, family):
 
 def test_equal_layouts_give_equal_bits_in_training_memory():
     config = CONFIGS["biases-norms-tied"]
-    want = make_generator(config=config, dtype=torch.float32).generate(PROMPTS, PARAMS, seed=0)
-    generator = make_generator(config=config, dtype=torch.float32)
+    want = make_generator(config=config, dtype=torch.float32, owns_weights=False).generate(PROMPTS, PARAMS, seed=0)
+    generator = make_generator(config=config, dtype=torch.float32, owns_weights=False)
     held = decoder_shard_map(config, Grid.of(Layout()), Head.LANGUAGE_MODEL)
     storages = memory(held, held, 0, config, torch.float32)
     lend(generator.stage, tiling(held, held, 0), storages)
@@ -98,7 +98,7 @@ def test_what_is_written_later_holds_at_once_and_what_is_taken_back_is_not_kept(
     held = decoder_shard_map(CONFIG, Grid.of(Layout(tp=2, dp=2)), Head.LANGUAGE_MODEL)
     wanted = decoder_shard_map(CONFIG, Grid.of(Layout(dp=4)), Head.LANGUAGE_MODEL)
     storages = memory(held, wanted, 0, CONFIG, torch.float64)
-    stage = make_generator(config=CONFIG).stage
+    stage = make_generator(config=CONFIG, owns_weights=False).stage
     lend(stage, tiling(held, wanted, 0), storages)
     x = torch.ones(2, CONFIG.hidden_size, dtype=torch.float64)
     assert stage.logits(x).any()

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hybridflow.generation.engine import GenerationLimits, Generator
+from hybridflow.generation.engine import Generator
+from hybridflow.generation.runners import make_runner
 from hybridflow.generation.records import Completion, SamplingParams
 from hybridflow.models.config import Head
 from hybridflow.models.decoder import DecoderStage
@@ -40,7 +41,8 @@ def generate(world: World, grid: Grid, family: str) -> tuple[int, list[Completio
                          chunk_layers=chunk_layers(config.num_layers, chunks), sequence_parallel=False,
                          dtype=torch.float64)
     set_weights(stage, grid, world.rank, config, 0)
-    generator = Generator(stage, mesh, config, GenerationLimits())
+    generator = Generator(stage, mesh, config, make_runner(stage, mesh, owns_weights=True))
+    generator.wake()
     replica = mesh.coord.dp
     return replica, generator.generate(PROMPTS[replica::grid.layout.dp], PARAMS, seed=3)
 
