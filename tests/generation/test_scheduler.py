@@ -178,6 +178,15 @@ def test_a_long_prompt_goes_in_chunks_of_blocks_beside_decoding_rows():
     assert max(len(plan.slots) for plan in driver.plans) <= 40
 
 
+def test_nobody_passes_a_prompt_that_waits_for_the_budget():
+    plans = scheduler(num_blocks=99, max_rows=16, max_step_tokens=20)
+    plans.add([*copies(Request(0, (1,), 4), 8), Request(8, ids(60), 2), Request(9, ids(5), 2)])
+    driver = Driver(plans)
+    driver.run()
+    assert [[chunk.count for chunk in plan.chunks] for plan in driver.plans] == [
+        [1, 16], [], [], [], [16], [16], [12, 5], []]
+
+
 def test_prompts_of_one_step_do_not_use_each_others_blocks_but_the_next_step_does():
     plans = scheduler(max_step_tokens=80)
     plans.add([Request(i, (*ids(32), i), 2) for i in range(4)])
@@ -332,3 +341,20 @@ def test_ragged_lengths_cost_what_the_lengths_predict():
     assert steps == list_scheduling(lengths, 32)
     predicted = static / (sum(lengths) / 32)  # 6 times: nearly every batch of 32 has a long response
     assert predicted > 5 and static / steps == pytest.approx(predicted, rel=0.1)
+
+
+def test_the_oldest_is_never_preempted_and_nobody_enters_while_it_waits_for_a_block():
+    plans = scheduler(num_blocks=4, max_rows=3, num_groups=2)
+    plans.add([Request(i, ids(14, 100 * i), 40) for i in range(2)])
+    for _ in range(19):
+        one, other = plans.plan(0), plans.plan(1)
+        plans.commit(one, [1], [False])
+        if other.positions[-1] != 31:
+            plans.commit(other, [1], [False])
+    assert one.positions.tolist() == [31] and plans.pool.num_available == 0
+    assert plans.plan(0) is None and plans.num_running == 2 and plans.stats.preempted == 0
+    plans.add([Request(2, (1,), 2)])
+    plans.commit(other, [1], [True])
+    assert plans.pool.num_available == 2 and plans.plan(1) is None and plans.num_waiting == 1
+    assert plans.plan(0).positions.tolist() == [32] and plans.stats.preempted == 0
+    assert plans.plan(1) is None  # the last block is left to request 0
