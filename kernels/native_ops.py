@@ -6,9 +6,11 @@ Owns the checks of shapes and dtypes before a pointer leaves Python. It never de
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_int, c_long, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -47,6 +49,7 @@ def declare(found: NativeLibrary) -> ctypes.CDLL:
     lib = found.library
     lib.hf_threads.argtypes, lib.hf_threads.restype = [c_int], None
     lib.hf_packed_bytes.argtypes, lib.hf_packed_bytes.restype = [c_int, c_long, c_long], c_size_t
+    lib.hf_huge_pages.argtypes, lib.hf_huge_pages.restype = [c_void_p, c_size_t], None
     lib.hf_pack.argtypes = [c_int, c_void_p, c_long, c_long, c_long, c_long, c_void_p]
     lib.hf_pack.restype = None
     lib.hf_linear.argtypes = [c_int, c_void_p, c_long, c_long, c_void_p, c_void_p, c_long, c_long, c_int, c_int,
@@ -64,12 +67,22 @@ def set_threads(threads: int) -> None:
 
 def pack(weight: Tensor) -> PackedWeight:
     """`weight` [n, k] with any strides, fp32, bf16 or fp64, copied into the kernels' layout."""
-    code = _code(weight)
-    n, k = weight.shape
-    # torch aligns what it allocates to 64 bytes, as the panels want it.
-    data = torch.empty(library().hf_packed_bytes(code, n, k), dtype=torch.uint8)
-    library().hf_pack(code, weight.data_ptr(), n, k, weight.stride(0), weight.stride(1), data.data_ptr())
-    return PackedWeight(data, n, k, weight.dtype)
+    return pack_all([weight])[0]
+
+
+def pack_all(weights: Sequence[Tensor]) -> list[PackedWeight]:
+    """Each weight packed, all in one allocation on huge pages: what a model is read from at every token."""
+    sizes = [library().hf_packed_bytes(_code(weight), *weight.shape) for weight in weights]
+    # torch aligns what it allocates to 64 bytes, as the panels want it; each weight begins on such a line.
+    starts = [0, *accumulate((size + 63) // 64 * 64 for size in sizes)]
+    data = torch.empty(starts[-1], dtype=torch.uint8)
+    library().hf_huge_pages(data.data_ptr(), data.numel())
+    packed = []
+    for weight, start, size in zip(weights, starts, sizes):
+        (n, k), place = weight.shape, data[start : start + size]
+        library().hf_pack(_code(weight), weight.data_ptr(), n, k, *weight.stride(), place.data_ptr())
+        packed.append(PackedWeight(place, n, k, weight.dtype))
+    return packed
 
 
 def linear(
@@ -89,11 +102,11 @@ def linear(
     rows = x.reshape(-1, packed.k)
     if rows.shape[0] and packed.k and rows.stride(1) != 1:
         rows = rows.contiguous()
-    y = torch.empty(rows.shape[0], packed.n, dtype=COMPUTE[x.dtype] if wide else x.dtype)
+    y = torch.empty(*x.shape[:-1], packed.n, dtype=COMPUTE[x.dtype] if wide else x.dtype)
     library().hf_linear(DTYPES[x.dtype], rows.data_ptr(), rows.shape[0], rows.stride(0), packed.data.data_ptr(),
                         None if bias is None else bias.data_ptr(), packed.n, packed.k, segments, int(wide),
                         y.data_ptr(), packed.n)
-    return y.view(*x.shape[:-1], packed.n)
+    return y
 
 
 def _check(x: Tensor, packed: PackedWeight, bias: Tensor | None, segments: int) -> None:

@@ -1,5 +1,6 @@
 // C entry points of the team and of products. Each takes a dtype code (types.h) and calls the template; no arithmetic here.
 #include <pthread.h>
+#include <sys/mman.h>
 
 #include <atomic>
 #include <mutex>
@@ -59,6 +60,18 @@ size_t hf_packed_bytes(int dtype, long n, long k) {
         case Dtype::Float64: return packed_bytes<double>(n, k);
     }
     return 0;
+}
+
+// Asks the system for huge pages (where it knows them) under fresh memory that weights will be read from: with pages of
+// 4 KiB a product from DRAM is 5 to 25 % slower, and first touches take most of the time of packing.
+void hf_huge_pages(void* memory, size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    constexpr uintptr_t kPage = 2 << 20;
+    const uintptr_t first = ((uintptr_t)memory + kPage - 1) / kPage * kPage, last = ((uintptr_t)memory + bytes) / kPage * kPage;
+    if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
 }
 
 void hf_pack(int dtype, const void* w, long n, long k, long row_stride, long col_stride, void* out) {

@@ -24,6 +24,25 @@ template <class T> inline size_t packed_bytes(long n, long k) {
     return size_t(num_panels<T>(n)) * panel_numbers<T>(k) * sizeof(T);
 }
 
+// One panel from `columns` contiguous rows of w. `Unit` is a number, or the pair of bf16 that stays together; two units in a
+// row of w lie NR units apart in the panel. Blocks of kBlockK units keep what is written in the first-level cache.
+template <class Unit, int NR>
+inline void transpose_panel(const Unit* from, long columns, long units, long row_stride, Unit* to) {
+    long block = 0;
+    if (columns == NR)
+        for (; block + kBlockK <= units; block += kBlockK)
+            for (int j = 0; j < NR; ++j)
+#pragma GCC unroll 16
+                for (int i = 0; i < kBlockK; ++i) {
+                    Unit unit;
+                    std::memcpy(&unit, (const char*)from + (j * row_stride + block + i) * sizeof(Unit), sizeof(Unit));
+                    to[(block + i) * NR + j] = unit;
+                }
+    for (; block < units; ++block)
+        for (long j = 0; j < columns; ++j)
+            std::memcpy(to + block * NR + j, (const char*)from + (j * row_stride + block) * sizeof(Unit), sizeof(Unit));
+}
+
 // This thread's share of packing w[j * row_stride + i * col_stride], j < n, i < k, into `out` (packed_bytes, 64-aligned).
 // Panel p becomes panel p * step + offset of `out`: two weights of equal shape interleave with step 2, offsets 0 and 1
 // (then `out` has twice the bytes), as `gemm_pair_part` wants them.
@@ -31,16 +50,22 @@ template <class T>
 void pack_part(int thread, int threads, const T* w, long n, long k, long row_stride, long col_stride, void* out,
                long step = 1, long offset = 0) {
     constexpr int NR = kPanel<T>;
+    constexpr bool paired = sizeof(T) == 2;
     Share share = share_of(num_panels<T>(n), thread, threads);
     for (long panel = share.first; panel < share.last; ++panel) {
         T* to = (T*)out + (panel * step + offset) * panel_numbers<T>(k);
         const T* from = w + panel * NR * row_stride;
         const long columns = std::min<long>(n - panel * NR, NR);
-        if (columns < NR || (sizeof(T) == 2 && k % 2)) std::memset((void*)to, 0, panel_numbers<T>(k) * sizeof(T));
-        for (long block = 0; block < k; block += kBlockK)
-            for (long j = 0; j < columns; ++j)
-                for (long i = block; i < std::min(k, block + kBlockK); ++i)
-                    to[sizeof(T) == 2 ? (i / 2 * NR + j) * 2 + i % 2 : i * NR + j] = from[j * row_stride + i * col_stride];
+        if (columns < NR || (paired && k % 2)) std::memset((void*)to, 0, panel_numbers<T>(k) * sizeof(T));
+        if (col_stride == 1 && !paired) {
+            transpose_panel<T, NR>(from, columns, k, row_stride, to);
+        } else if (col_stride == 1 && k % 2 == 0 && row_stride % 2 == 0) {
+            transpose_panel<uint32_t, NR>((const uint32_t*)from, columns, k / 2, row_stride / 2, (uint32_t*)to);
+        } else {
+            for (long i = 0; i < k; ++i)
+                for (long j = 0; j < columns; ++j)
+                    to[paired ? (i / 2 * NR + j) * 2 + i % 2 : i * NR + j] = from[j * row_stride + i * col_stride];
+        }
     }
 }
 template <class T> void pack(const T* w, long n, long k, long row_stride, long col_stride, void* out) {

@@ -24,24 +24,12 @@ constexpr int kTileRows = 6;  // 12 of 16
 #endif
 // With few rows, several panels at once: more independent sums (a fused multiply-add takes 4 cycles, two start in each)
 // and more streams from memory.
-#ifndef HF_P1
-#define HF_P1 4
-#endif
-#ifndef HF_P2
-#define HF_P2 4
-#endif
-#ifndef HF_P4
-#define HF_P4 2
-#endif
 constexpr int panels_at_once(int rows) {
-    return kTileRows < 12 ? (rows == 1 ? 4 : rows == 2 ? 2 : 1) : rows == 1 ? HF_P1 : rows <= 2 ? HF_P2 : rows <= 4 ? HF_P4 : 1;
+    return kTileRows < 12 ? (rows == 1 ? 4 : rows == 2 ? 2 : 1) : rows <= 2 ? 4 : rows <= 4 ? 2 : 1;
 }
 constexpr int kStep = 4;
 constexpr int kFewRows = 4;
-#ifndef HF_NEAR
-#define HF_NEAR 4096
-#endif
-constexpr int kNear = HF_NEAR;  // bytes
+constexpr int kNear = 4096;  // bytes
 template <class T> constexpr int kStepLines = kStep * kPanel<T> * int(sizeof(T)) / 64;  // cache lines of a panel in kStep k
 
 template <class T> inline long panel_numbers(long k) { return (sizeof(T) == 2 ? (k + 1) / 2 * 2 : k) * kPanel<T>; }

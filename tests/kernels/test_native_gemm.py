@@ -58,7 +58,7 @@ def test_row_has_the_same_bits_in_every_batch_and_on_any_threads(n, k, segments,
     alone = torch.cat([native_ops.linear(row[None], packed, bias, segments, wide=True) for row in x])
     for threads in (1, 2, 3):
         native_ops.set_threads(threads)
-        for m in [*range(1, 27), 37, 50]:
+        for m in range(1, 27) if threads == 1 else (1, 2, 5, 13, 26, 50):
             assert same_bits(native_ops.linear(x[50 - m :], packed, bias, segments, wide=True), alone[50 - m :])
 
 
