@@ -34,6 +34,10 @@ class PackedWeights:
         finally:
             self._kept = None
 
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept or ())
+
     def of(self, weight: Tensor) -> PackedWeight:
         """`weight` `[out, in]` as it is now, or as it was when it was first asked for inside of `kept`."""
         if self._kept is None:

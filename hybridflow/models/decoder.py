@@ -148,10 +148,10 @@ class DecoderStage(nn.Module):
         tied_here = head is Head.LANGUAGE_MODEL and config.tie_word_embeddings and with_embedding
         own_head = with_head and not tied_here
         self.head = HeadWeight(self._head_rows(), config.hidden_size, dtype, device) if own_head else None
-        self._packed = PackedWeights() if batch_invariant else None
-        if self._packed is not None:
+        self.packed = PackedWeights() if batch_invariant else None
+        if self.packed is not None:
             assert head is Head.LANGUAGE_MODEL and mesh.cp.size == 1 and mesh.device.type == "cpu", (head, mesh.layout)
-            compute_invariantly(self.modules(), self._packed, sum_segments(config, mesh.tp.size))
+            compute_invariantly(self.modules(), self.packed, sum_segments(config, mesh.tp.size))
         self._syncs = stage_grad_syncs(self, config, head, mesh, chunks.head_stage, self.sequence_parallel)
 
     def chunk_of(self, name: str) -> int:
@@ -171,7 +171,7 @@ class DecoderStage(nn.Module):
 
     def weights_stay(self) -> AbstractContextManager[None]:
         """Inside, no weight changes before the last forward: what a batch-invariant stage packs of them is kept."""
-        return nullcontext() if self._packed is None else self._packed.kept()
+        return nullcontext() if self.packed is None else self.packed.kept()
 
     @property
     def head_weight(self) -> Tensor:
@@ -210,7 +210,7 @@ class DecoderStage(nn.Module):
             hidden states for the next chunk; after the last chunk `HeadOutput` of a language model, or `[targets]`
             values (fp32 or better), each read at `target_index`.
         """
-        attend = self._attend(micro_batch)
+        attend = self.attend(micro_batch)
         chunk = self._only_chunk() if chunk is None else chunk
         hidden = self.forward_hidden(x, micro_batch.position_ids, attend, chunk)
         if chunk != self.chunks.last:
@@ -222,16 +222,17 @@ class DecoderStage(nn.Module):
             return self._log_probs(answers, micro_batch.targets, temperature, with_entropy)
         return self.values(answers)
 
-    def _attend(self, micro_batch: MicroBatch) -> Attend:
-        if self._packed is None:
+    def attend(self, micro_batch: MicroBatch) -> Attend:
+        """How the rows of a micro-batch see their keys and values."""
+        if self.packed is None:
             return packed_attention(micro_batch, self.cp)
         return InvariantCausal(micro_batch.lengths, micro_batch.position_ids.device)
 
     def _log_probs(self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> HeadOutput:
         where = self.head_weight, targets, self.tp, self.config.vocab_size
-        if self._packed is None:
+        if self.packed is None:
             return HeadOutput(*token_log_probs(hidden, *where, temperature, with_entropy))
-        product = InvariantProduct(self._packed, wide=True)
+        product = InvariantProduct(self.packed, wide=True)
         return HeadOutput(*invariant_log_probs(hidden, *where, product, temperature, with_entropy))
 
     def values(self, hidden: Tensor) -> Tensor:
@@ -241,9 +242,9 @@ class DecoderStage(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, hidden]` after the final norm -> `[rows, vocab]` on every tensor rank; no gradient passes."""
-        if self._packed is not None:
+        if self.packed is not None:
             return invariant_logits(hidden, self.head_weight, self.tp, self.config.vocab_size,
-                                    InvariantProduct(self._packed, wide=True))
+                                    InvariantProduct(self.packed, wide=True))
         tiles = self.embed.tiles if self.head is None else self.head.tiles
         return gather_logits(hidden, self.head_weight if tiles is None else tiles, self.tp, self.config.vocab_size)
 
