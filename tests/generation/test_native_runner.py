@@ -102,7 +102,7 @@ def plan(style):
 
 
 def run(runner, mesh, name, style, threads=1, block_seed=0, dtype=torch.float64):
-    """Logits of all tokens in the order of `reference`; None on stages before the last. `dtype`: of what stages send."""
+    """Logits of all tokens in the order of `reference`; None before the last stage. `dtype`: of what stages send."""
     rows, done, found = token_rows(name), [0] * len(LENGTHS), {}
     blocks = torch.randperm(len(LENGTHS) * WIDTH, generator=torch.Generator().manual_seed(block_seed))
     tables = blocks.view(-1, WIDTH).to(torch.int32)
