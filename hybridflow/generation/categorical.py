@@ -1,84 +1,92 @@
-"""A distribution over the vocabulary per row, as unnormalised weights in blocks: its log-probs, and one draw of each.
+"""Draws from softmax distributions over the vocabulary, and their log-probs: in C++ on a CPU, else in torch.
 
-Owns the memory of the weights, allocated once. It knows no sampling settings but the temperature, and no random state.
+Owns the choice between the two, and the memory of torch's weights, allocated once. It knows no sampling settings but
+the temperature, and no random state.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hybridflow.kernels import native_rows
+from hybridflow.kernels.native_build import NativeLibrary, native_library
 
-@dataclass(frozen=True)
-class Normaliser:
-    """What turns logits z into log-probs: `(z - top) / temperature - log_total`.
 
-    Attributes:
-        top: `[rows, 1]`, the largest logit, of the logits' dtype.
-        log_total: fp64 `[rows, 1]`, log of the sum of `exp((z - top) / temperature)`.
+class Categorical(Protocol):
+    """softmax(logits / temperature) of rows of logits `[rows, vocab]`, fp32 or fp64; temperature 0 is greedy, with the
+    log-probs of temperature 1. A row without a finite logit gives some token and a NaN log-prob.
     """
 
-    top: Tensor
-    log_total: Tensor
-    temperature: float
+    def draw(self, logits: Tensor, uniforms: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+        """The token at which the running sum of probabilities first exceeds `uniforms` (fp64 `[rows]` in [0, 1); None
+        when greedy, which takes the lowest of the likeliest): never one of probability 0.
 
-    def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Of `tokens` `[rows]` under `logits` `[rows, vocab]`, in the logits' dtype `[rows]`. Taken in fp64, since
-        differences of large logits would cost the digits that matter."""
-        above = logits.gather(-1, tokens.unsqueeze(-1)).double() - self.top
-        return (above / self.temperature - self.log_total).squeeze(-1).to(logits.dtype)
+        Returns:
+            tokens int64 `[rows]` and their log-probs `[rows]` in the dtype of the logits.
+        """
+
+    def log_probs(self, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        """Of `tokens` `[rows]`, as `draw` gives them."""
 
 
-class Categorical:
-    """The weights `exp((logits - top) / temperature)` of some rows.
+def categorical_for(device: torch.device, vocab_size: int) -> Categorical:
+    """The C++ kernels on a CPU that has them: their log-probs have the bits of batch-invariant training."""
+    if device.type == "cpu" and isinstance(native_library(), NativeLibrary):
+        return NativeCategorical()
+    return TorchCategorical(vocab_size)
 
-    Rows are cut into blocks of about sqrt(vocab) tokens, the last one filled up with zeros: a sum over the vocabulary
-    is made of sums of blocks, of which a draw needs the running sum, and then that of one block. A running sum over the
-    whole vocabulary is serial (3 to 4 times slower at 32 x 4096 on one core).
+
+class NativeCategorical:
+    """One pass over memory for the statistics of a row; bits do not depend on other rows."""
+
+    def draw(self, logits: Tensor, uniforms: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+        return native_rows.sample(logits, uniforms, temperature)
+
+    def log_probs(self, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        return native_rows.log_probs(logits, tokens, temperature or 1.0)
+
+
+class TorchCategorical:
+    """Weights `exp((logits - top) / temperature)` in blocks of about sqrt(vocab) tokens, the last one filled up with
+    zeros: a sum over the vocabulary is made of sums of blocks, of which a draw needs the running sum, and then that of
+    one block. A running sum over the whole vocabulary is serial (3 to 4 times slower at 32 x 4096 on one core).
+    Nothing waits for a device.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._width = block_width(vocab_size)
         self._memory = torch.empty(0)
-        self._blocks = self._sums = self._memory  # of the rows that are in
 
-    @property
-    def weights(self) -> Tensor:
-        """`[rows, vocab]`, 1 at the likeliest token."""
-        return self._blocks.flatten(1)[:, : self._vocab_size]
+    def draw(self, logits: Tensor, uniforms: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+        blocks, sums, top = self._weighed(logits, temperature or 1.0)
+        if temperature == 0:
+            tokens = logits.argmax(-1)
+        else:
+            assert uniforms is not None
+            block, rest = _locate(sums, uniforms.unsqueeze(-1) * sums.sum(-1, keepdim=True))
+            inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, self._width)).squeeze(1).double()
+            token, _ = _locate(inside, rest)
+            tokens = (block * self._width + token).squeeze(-1).clamp_(max=self._vocab_size - 1)  # NaN leaves the range
+        return tokens, _log_probs(logits, tokens, sums, top, temperature or 1.0)
 
-    def fill(self, logits: Tensor, temperature: float) -> Normaliser:
-        """Take the rows of `logits` `[rows, vocab]`, fp32 or fp64, in place of those before."""
-        self._blocks = self._room(logits)
-        top = logits.amax(-1, keepdim=True)
-        weights = torch.sub(logits, top, out=self.weights)
+    def log_probs(self, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        _, sums, top = self._weighed(logits, temperature or 1.0)
+        return _log_probs(logits, tokens, sums, top, temperature or 1.0)
+
+    def _weighed(self, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Blocks of weights `[rows, blocks, width]`, their sums fp64 `[rows, blocks]`, the largest logits `[rows, 1]`.
+        """
+        blocks, top = self._room(logits), logits.amax(-1, keepdim=True)
+        weights = torch.sub(logits, top, out=blocks.flatten(1)[:, : self._vocab_size])
         if temperature != 1:
             weights /= temperature
         weights.exp_()
-        return Normaliser(top, self._total().log(), temperature)
-
-    def cut(self, floor: Tensor) -> Tensor:
-        """Tokens with a weight below `floor` `[rows, 1]` cannot be drawn any more. Returns the log of what is left, as
-        `Normaliser.log_total`."""
-        weights = self.weights
-        weights *= weights >= floor
-        return self._total().log()
-
-    def draw(self, uniforms: Tensor) -> Tensor:
-        """The token at which the running sum first exceeds `uniforms` (fp64 `[rows]` in [0, 1)) times the total: never
-        one of weight 0. int64 `[rows]`; some token in a row of NaN."""
-        block, rest = _locate(self._sums, uniforms.unsqueeze(-1) * self._sums.sum(-1, keepdim=True))
-        inside = self._blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, self._width)).squeeze(1).double()
-        token, _ = _locate(inside, rest)
-        return (block * self._width + token).squeeze(-1).clamp_(max=self._vocab_size - 1)  # NaN leaves the range
-
-    def _total(self) -> Tensor:
         # Sums of some hundred fp32 weights are right to 1e-7; in fp64 they take 5 times as long on a CPU.
-        self._sums = self._blocks.sum(-1).double()
-        return self._sums.sum(-1, keepdim=True)
+        return blocks, blocks.sum(-1).double(), top
 
     def _room(self, logits: Tensor) -> Tensor:
         """Memory `[rows, blocks, width]` that is zero behind the vocabulary."""
@@ -92,6 +100,12 @@ class Categorical:
 def block_width(vocab_size: int) -> int:
     """A power of two near the root of the vocabulary. Example: `block_width(32000) == 256`."""
     return 1 << ((vocab_size - 1).bit_length() + 1) // 2
+
+
+def _log_probs(logits: Tensor, tokens: Tensor, sums: Tensor, top: Tensor, temperature: float) -> Tensor:
+    """In fp64, since differences of large logits would cost the digits that matter; then in the logits' dtype."""
+    above = logits.gather(-1, tokens.unsqueeze(-1)).double() - top
+    return (above / temperature - sums.sum(-1, keepdim=True).log()).squeeze(-1).to(logits.dtype)
 
 
 def _locate(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
