@@ -51,7 +51,7 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
     Command.TRAIN: (Idle(_always, ("sft",), "has no effect in train", "remove it"),),
     Command.SFT: (
         Idle(_always, (*LEARNING, "generation.samples_per_prompt", "generation.temperature", "generation.top_k",
-                       "generation.top_p", "generation.min_p", "logging.samples"),
+                       "generation.top_p", "generation.min_p", "generation.batch_invariant", "logging.samples"),
              "has no effect in sft, which learns from given answers and is evaluated greedily", "remove it"),
         Idle(lambda c: c.model.reward_model.path is None,
              ("train.forward_micro_batch_size", "train.forward_micro_batch_tokens"),

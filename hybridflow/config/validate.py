@@ -15,7 +15,15 @@ from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault, listed
 from hybridflow.config.idle import idle_keys
 from hybridflow.config.layout_rules import layout_faults, recompute_faults
-from hybridflow.config.layouts import LEARNING, Role, divisors, token_multiple, used_roles, written_layout
+from hybridflow.config.layouts import (
+    LEARNING,
+    Role,
+    divisors,
+    layout_key,
+    token_multiple,
+    used_roles,
+    written_layout,
+)
 from hybridflow.config.model_schema import ModelSpec
 from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
@@ -52,7 +60,7 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
         faults += [*unread, *(fault for fault in idle_keys(config) if fault.key not in known)]
         faults += [*_schedule(config, command), *_precision(config), *_memory(config)]
     if command is not Command.EXPORT:
-        faults += _generation(config)
+        faults += [*_generation(config), *_invariance(config, command)]
     if command not in (Command.API, Command.COMPLETE, Command.EXPORT):
         faults += _data(config, command)
     return faults
@@ -177,6 +185,26 @@ def _generation(config: Config) -> Iterator[Fault]:
                     f"choose {longest} or less")
     if "" in config.generation.stop:
         yield Fault("generation.stop", config.generation.stop, "an empty string stands everywhere", "remove it")
+
+
+def _invariance(config: Config, command: Command) -> Iterator[Fault]:
+    """What the same bits in training and generation ask of both; the device is looked at where the run starts."""
+    if not config.generation.batch_invariant or command is Command.SFT:
+        return
+    otherwise = "or generation.batch_invariant false"
+    if config.train.mixed_precision is MixedPrecision.FP16:
+        yield Fault("train.mixed_precision", "fp16", "has no batch-invariant arithmetic",
+                    f"choose no, bf16 or fp64, {otherwise}")
+    if command.answers:
+        return
+    if config.generation.weights is GenerationWeights.SHARED:
+        yield Fault("generation.weights", "shared", "are not laid out as batch-invariant generation reads them",
+                    f"choose packed or null, {otherwise}")
+    agreeing = [role for role in used_roles(config, command) if role in (Role.ACTOR, Role.REFERENCE)]
+    for key, cp in {layout_key(config, role): written_layout(config, role).cp for role in agreeing}.items():
+        if cp > 1:
+            yield Fault(f"{key}.cp", cp, "cuts rows, and attention over parts of rows is not batch-invariant",
+                        f"choose cp 1, {otherwise}")
 
 
 def _schedule(config: Config, command: Command) -> Iterator[Fault]:

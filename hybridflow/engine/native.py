@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.engine.options import EngineOptions, TrainOptions
+from hybridflow.kernels.native_ops import set_threads
 from hybridflow.micro_batch import MicroBatch, TokenColumns
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage, HeadOutput
@@ -75,6 +76,8 @@ class ForwardEngine:
 
     def __init__(self, model: ModelConfig, mesh: Mesh, head: Head, options: EngineOptions) -> None:
         self.model, self.mesh, self.head, self.options = model, mesh, head, options
+        if options.batch_invariant:
+            set_threads(torch.get_num_threads())
         self.chunks = Chunks(mesh.layout.pp) if options.chunks is None else options.chunks
         self.shard_map = decoder_shard_map(model, mesh.grid, head, self.chunks, options.layers_per_chunk)
         self.stage = DecoderStage(

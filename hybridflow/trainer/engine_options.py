@@ -48,12 +48,13 @@ def engine_options(config: Config, layout: LayoutConfig, dtype: torch.dtype, tem
 
 def weight_mode(config: Config, dtype: torch.dtype, device: torch.device) -> WeightMode:
     """How the generator holds the actor's weights where generation.weights leaves it open: packed where that decodes
-    faster than from rows, or where the actor is away meanwhile.
+    faster than from rows, where generation.batch_invariant needs it, or where the actor is away meanwhile.
     """
     asked = config.generation.weights
     if asked is not None:
         return WeightMode(asked.value)
-    is_packed = config.train.offload.roles or (device.type == "cpu" and dtype in PACKED_EVERY_CALL)
+    must_be = config.train.offload.roles or config.generation.batch_invariant
+    is_packed = must_be or (device.type == "cpu" and dtype in PACKED_EVERY_CALL)
     return WeightMode.PACKED if is_packed else WeightMode.SHARED
 
 

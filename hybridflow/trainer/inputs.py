@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
+from hybridflow.kernels.native_build import Unavailable, native_library
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.hf_import import require_tensors
 from hybridflow.models.weights import canonical_shapes
+from hybridflow.parallel.world import default_device
 from hybridflow.response_text import ResponseEnds
 from hybridflow.rewards.function import ReasoningScoring, RewardFunction
 
@@ -45,8 +49,11 @@ class Inputs:
                 function started.
 
         Raises:
-            ValueError: a file, a model's tensors, an id to stop at, or the reward function is not as it must be.
+            ValueError: a file, a model's tensors, an id to stop at, or the reward function is not as it must be, or
+                this machine cannot compute as generation.batch_invariant asks.
         """
+        if config.generation.batch_invariant:
+            require_invariance(default_device(0))
         opened = open_tokenizer(config.model.tokenizer or config.model.path) if tokenizer is None else tokenizer
         model = model_shape(config, config.model.path, opened)
         require_weights("model.path", config.model.path, Head.LANGUAGE_MODEL)
@@ -55,6 +62,21 @@ class Inputs:
             require_weights("model.reward_model.path", config.model.reward_model.path, Head.SCORE)
         ends = response_ends(config.generation.stop, opened, model)
         return cls(config, opened, model, ends, _reward_function(config) if scores else None)
+
+
+def require_invariance(device: torch.device) -> None:
+    """What generation.batch_invariant needs is there. Compiles the kernels where no run of this user has.
+
+    Raises:
+        ValueError: `device` is no CPU, or has no native kernels (with the reason).
+    """
+    why = None
+    if device.type != "cpu":
+        why = f"only the kernels of a CPU are batch-invariant, and this run would be on {device.type}"
+    elif isinstance(found := native_library(), Unavailable):
+        why = f"the native kernels cannot be had: {found.reason}"
+    if why is not None:
+        raise ValueError(f"generation.batch_invariant = true: {why}; choose false")
 
 
 def model_shape(config: Config, path: str | None, tokenizer: Tokenizer | None) -> ModelConfig:

@@ -25,6 +25,7 @@ def unread(command, *overrides):
     (Command.SFT, "algorithm.kl.where=reward"),
     (Command.SFT, "generation.temperature=0.5"),
     (Command.SFT, "generation.min_p=0.5"),
+    (Command.SFT, "generation.batch_invariant=true"),
     (Command.SFT, "train.forward_micro_batch_size=2"),
     (Command.SFT, "train.forward_micro_batch_tokens=400"),
     (Command.SFT, "logging.samples=0"),

@@ -51,6 +51,21 @@ def test_every_role_has_its_layout_checked_and_only_roles_that_exist():
     assert few.endswith("model.spec.num_layers 3 cannot fill 4 stages; choose pp 3 or less")
 
 
+def test_the_same_bits_in_training_and_generation_ask_something_of_both():
+    mode = "generation.batch_invariant=true"
+    for precision in ("no", "bf16", "fp64"):
+        assert faults(4, mode, f"train.mixed_precision={precision}", "train.layout.tp=2") == {}
+    assert faults(4, mode, "train.mixed_precision=fp16")["train.mixed_precision"] == (
+        "train.mixed_precision = fp16: has no batch-invariant arithmetic; choose no, bf16 or fp64, or "
+        "generation.batch_invariant false")
+    assert "choose packed or null" in faults(4, mode, "generation.weights=shared")["generation.weights"]
+    assert "choose cp 1" in faults(4, mode, "train.layout.cp=2")["train.layout.cp"]
+    reference = ("algorithm.kl.where=reward", "model.reference.layout.cp=2")
+    assert list(faults(4, mode, *reference)) == ["model.reference.layout.cp"]
+    assert faults(4, mode, "model.critic.layout.cp=2") == faults(4, *reference) == {}
+    assert faults(4, mode, "train.layout.cp=2", "model.path=m", command=Command.GENERATE, tree={}) == {}
+
+
 def test_shared_generation_weights_need_the_actor_in_place():
     shared, away = "generation.weights=shared", "train.offload.roles=true"
     assert faults(4, shared) == faults(4, away) == faults(4, away, "generation.weights=packed") == {}

@@ -16,6 +16,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
     ((), torch.float32, CPU, WeightMode.PACKED), ((), torch.float64, CPU, WeightMode.PACKED),
     ((), torch.bfloat16, CPU, WeightMode.SHARED), ((), torch.float32, GPU, WeightMode.SHARED),
     (("train.offload.roles=true",), torch.bfloat16, GPU, WeightMode.PACKED),
+    (("generation.batch_invariant=true",), torch.bfloat16, CPU, WeightMode.PACKED),
     (("generation.weights=shared",), torch.float32, CPU, WeightMode.SHARED),
     (("generation.weights=packed",), torch.bfloat16, GPU, WeightMode.PACKED)])
 def test_weights_are_shared_where_decoding_is_not_slower(overrides: tuple[str, ...], dtype: torch.dtype,

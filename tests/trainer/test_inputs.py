@@ -7,10 +7,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hybridflow.kernels.native_build import Unavailable
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.weights import canonical_shapes
 from hybridflow.response_text import ResponseEnds
-from hybridflow.trainer.inputs import require_weights, response_ends
+from hybridflow.trainer import inputs
+from hybridflow.trainer.inputs import require_invariance, require_weights, response_ends
 
 SHAPE = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
          "num_attention_heads": 4}
@@ -49,3 +51,11 @@ def test_stops_are_ids_strings_of_one_token_and_other_strings():
     assert ends == ResponseEnds((2, 4, 9, 7, 10), ("ab",))
     with pytest.raises(ValueError, match=r"stop 32 is no id of the vocabulary; ids are 0 to 31; generation.stop 'z'"):
         response_ends([32, "z"], Words(), model)
+
+
+def test_the_same_bits_need_a_cpu_with_a_compiler(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="generation.batch_invariant = true: .* would be on cuda; choose false"):
+        require_invariance(torch.device("cuda", 0))
+    monkeypatch.setattr(inputs, "native_library", lambda: Unavailable("no C++ compiler: none of c++, g++"))
+    with pytest.raises(ValueError, match=r"cannot be had: no C\+\+ compiler"):
+        require_invariance(torch.device("cpu"))
