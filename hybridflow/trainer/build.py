@@ -19,6 +19,7 @@ from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config, OptimizerConfig
 from hybridflow.config.words import AlgorithmName, KLWhere
 from hybridflow.engine.native import ForwardEngine, TrainEngine
+from hybridflow.engine.options import EngineOptions
 from hybridflow.generation.engine import GenerationLimits, Generator
 from hybridflow.generation.records import SamplingParams
 from hybridflow.generation.weight_layout import lay_out_for_decoding
@@ -146,7 +147,7 @@ class Builder:
         adamw = AdamWSettings(tuple(optimizer.betas), optimizer.eps, optimizer.weight_decay, optimizer.clip_grad_norm)
         lr = LrSchedule(optimizer.lr, optimizer.warmup_steps, updates, Decay(optimizer.decay.value), optimizer.min_lr)
         layout = role_layout(self.config, role, self.world.size)
-        options = engine_options(self.config, layout, self.dtype, temperature)
+        options = self._options(layout, head, temperature)
         engine = TrainEngine(model, self._mesh(layout), head, options, adamw=adamw, lr=lr,
                              train=train_options(self.config, self.comm_hook))
         self._start(engine, path)
@@ -155,10 +156,16 @@ class Builder:
 
     def _scoring(self, role: Role, head: Head, path: str | None, temperature: float = 1.0) -> ScoringRole:
         layout = role_layout(self.config, role, self.world.size)
-        options = engine_options(self.config, layout, self.dtype, temperature)
+        options = self._options(layout, head, temperature)
         engine = ForwardEngine(self._model(path), self._mesh(layout), head, options)
         self._start(engine, path)
         return ScoringRole(engine, scored_at_once(self.config), self._lane)
+
+    def _options(self, layout: LayoutConfig, head: Head, temperature: float) -> EngineOptions:
+        """The log-probs of a language model have the generator's bits where that is asked for; nobody compares values.
+        """
+        options = engine_options(self.config, layout, self.dtype, temperature)
+        return replace(options, batch_invariant=self.config.generation.batch_invariant and head is Head.LANGUAGE_MODEL)
 
     def _model(self, path: str | None) -> ModelConfig:
         return model_shape(self.config, path, self.inputs.tokenizer)
