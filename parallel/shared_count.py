@@ -21,8 +21,3 @@ class SharedCount:
             return self._store.add(self._key, amount) - amount
         self._own += amount
         return self._own - amount
-
-    def forget(self) -> None:
-        """Take it out of the store, once no rank will add any more. One rank does it."""
-        if self._store is not None:
-            self._store.delete_key(self._key)

@@ -17,7 +17,8 @@ from hybridflow.generation.limits import DEFAULT_LIMITS, GenerationLimits
 from hybridflow.generation.records import Completion, Prompt, SamplingParams
 from hybridflow.generation.runner import StageRunner
 from hybridflow.generation.scheduler import Scheduler
-from hybridflow.generation.session import Session, longest
+from hybridflow.generation.session import Session
+from hybridflow.generation.work_source import WorkSource
 from hybridflow.models.config import ModelConfig
 from hybridflow.models.decoder import DecoderStage
 from hybridflow.parallel.collectives import all_reduce
@@ -67,7 +68,7 @@ class Generator:
         self.weight_version, self.scheduler = None, None
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int,
-                 expected_version: int | None = None, *,
+                 expected_version: int | None = None, *, source: WorkSource | None = None,
                  interrupt: Callable[[], bool] | None = None) -> list[Completion]:
         """Complete this replica's prompts, in their order.
 
@@ -77,6 +78,8 @@ class Generator:
         Args:
             prompts: any number, none included; several samples of one prompt that stand side by side share its prefill.
             expected_version: the version the weights must have; None does not check.
+            source: hands prompts out while there is room, by their index; completions are of those that this replica
+                took, in their order. `prompts` is then the list of all replicas. None: all are this replica's.
             interrupt: asked in every step whether to stop; the leading rank's answer holds for its replica. What is
                 not finished then comes back as `INTERRUPTED`, and goes on as the `begun` of a prompt, under whatever
                 weights there are by then.
@@ -91,8 +94,9 @@ class Generator:
                                     f"{self.weight_version}: load the weights of this version before generating")
         _check_requests(prompts, params, self._config, self._decode is not None)
         with torch.inference_mode():
-            session = Session(self.runner, self._ready_scheduler(), Exchange(self._mesh, params.draws_raw), prompts,
-                              params, seed, self.weight_version, self._config.vocab_size, self._decode)
+            exchange = Exchange(self._mesh, params.draws_raw, self._config.hidden_size, self.stage.dtype)
+            session = Session(self.runner, self._ready_scheduler(), exchange, prompts, params, seed,
+                              self.weight_version, self._config.vocab_size, self._decode, source)
             return session.run(interrupt)
 
     def _ready_scheduler(self) -> Scheduler:
@@ -126,8 +130,8 @@ def _check_requests(prompts: Sequence[Prompt], params: SamplingParams, config: M
                           f"{params.max_new_tokens} it may have {room} (max_position_embeddings "
                           f"{config.max_position_embeddings})")
         begun = 0 if prompt.begun is None else len(prompt.begun.response_ids)
-        if longest(prompt, params) <= begun:
-            faults.append(f"prompt id {prompt.id}, sample {prompt.sample} may have {longest(prompt, params)} response "
+        if prompt.longest(params) <= begun:
+            faults.append(f"prompt id {prompt.id}, sample {prompt.sample} may have {prompt.longest(params)} response "
                           f"tokens and has {begun}; at least one must be left, or it is not to be asked for")
     if faults:
         raise ValueError("generation: " + "; ".join(faults))

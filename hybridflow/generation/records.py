@@ -122,6 +122,10 @@ class Prompt:
     begun: Begun | None = None
     max_new_tokens: int | None = None
 
+    def longest(self, params: SamplingParams) -> int:
+        """Tokens of the longest response."""
+        return params.max_new_tokens if self.max_new_tokens is None else min(self.max_new_tokens, params.max_new_tokens)
+
 
 @dataclass(frozen=True)
 class Completion:

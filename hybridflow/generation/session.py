@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.generation.blocks import BLOCK_TOKENS
-from hybridflow.generation.exchange import Choices, Exchange
+from hybridflow.generation.exchange import Choices, Chosen, Exchange, News
+from hybridflow.generation.intake import Intake
 from hybridflow.generation.random import stream_keys
 from hybridflow.generation.records import Begun, Completion, FinishReason, Prompt, SamplingParams
 from hybridflow.generation.results import Results, Sampled
@@ -26,6 +27,7 @@ from hybridflow.generation.sequence import Request
 from hybridflow.generation.sequence import Sequence as Running
 from hybridflow.generation.step_plan import StepPlan
 from hybridflow.generation.stop_strings import StopStrings
+from hybridflow.generation.work_source import WorkSource
 
 NOTHING = Begun((), (), None, ())
 
@@ -34,7 +36,7 @@ NOTHING = Begun((), (), None, ())
 class Turn:
     """A step whose choices are not committed yet."""
 
-    plan: StepPlan
+    plan: StepPlan | None  # None where the group had nothing to run, and prompts may still come
     choices: Choices
 
 
@@ -43,8 +45,10 @@ class Session:
 
     def __init__(self, runner: StageRunner, scheduler: Scheduler, exchange: Exchange, prompts: Sequence[Prompt],
                  params: SamplingParams, seed: int, version: int, vocab_size: int,
-                 decode: Callable[[Sequence[int]], str] | None) -> None:
+                 decode: Callable[[Sequence[int]], str] | None, source: WorkSource | None) -> None:
+        """`source`: hands out the prompts of this replica; None: it has them all."""
         self.runner, self.scheduler, self.exchange = runner, scheduler, exchange
+        self.intake = None if source is None else Intake(source, scheduler)
         self.prompts, self.params, self.version = prompts, params, version
         self.sampler = Sampler(params, vocab_size)
         self.rows = RowState(scheduler.tables.shape[0], exchange.device)
@@ -62,46 +66,85 @@ class Session:
         self.in_flight: tuple[deque[Turn], ...] = tuple(deque() for _ in range(exchange.num_groups))
 
     def run(self, interrupt: Callable[[], bool] | None) -> list[Completion]:
-        self.scheduler.add(list(self.requests()))
+        """Turns of the groups, one after another, until nothing is left. What happens between two turns, and in which
+        order, is the same on every rank of the replica.
+        """
+        if self.intake is None:
+            self.add(self.longest_first())
         group = 0
-        while not (self.scheduler.is_idle and not any(self.in_flight)):
+        while self.may_come or not self.scheduler.is_idle or any(self.in_flight):
             if self.turn(group, interrupt):
                 break
             group = (group + 1) % len(self.in_flight)
+        self.drain(group)
         return self.completions()
 
-    def requests(self) -> Iterator[Request]:
-        """Longest prompt first, so that a lack of memory shows at the start, and equal prompts side by side."""
-        def order(i: int) -> tuple:
-            return -len(self.prompts[i].ids), self.prompts[i].ids, i
+    @property
+    def may_come(self) -> bool:
+        """Whether there may be prompts that this replica has not heard of."""
+        return self.intake is not None and self.intake.more
 
-        for i in sorted(range(len(self.prompts)), key=order):
-            prompt = self.prompts[i]
-            begun = (prompt.begun or NOTHING).response_ids
-            yield Request(i, prompt.ids, longest(prompt, self.params) - len(begun), begun)
+    def longest_first(self) -> list[int]:
+        """So that a lack of memory shows at the start; equal prompts side by side."""
+        return sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i].ids), self.prompts[i].ids, i))
+
+    def add(self, indices: Sequence[int]) -> None:
+        requests = []
+        for i in indices:
+            begun = (self.prompts[i].begun or NOTHING).response_ids
+            most = self.prompts[i].longest(self.params) - len(begun)
+            requests.append(Request(i, self.prompts[i].ids, most, begun))
+        self.scheduler.add(requests)
 
     def turn(self, group: int, interrupt: Callable[[], bool] | None) -> bool:
         """One step of a group, once the choices of its step before are in. Returns whether all shall stop."""
         waiting = self.in_flight[group]
+        if waiting and waiting[-1].plan is not None and self.exchange.is_first:
+            self.rows.heard(waiting[-1].plan, waiting[-1].choices)
         while len(waiting) > self.exchange.lag:
             if self.collect(waiting.popleft()):
                 return True
         plan = self.scheduler.plan(group)
-        if plan is None:
+        if plan is None and not self.may_come:
             return bool(waiting) and self.collect(waiting.popleft())
         waiting.append(Turn(plan, self.step(plan, interrupt)))
         return False
 
-    def step(self, plan: StepPlan, interrupt: Callable[[], bool] | None) -> Choices:
+    def step(self, plan: StepPlan | None, interrupt: Callable[[], bool] | None) -> Choices:
         """Run a plan on this stage and let the last one choose."""
+        choice, samples = None, 0
+        if plan is not None:
+            choice, samples = self.forward(plan), len(plan.sequences)
+        news = self.news(interrupt) if self.exchange.leads_sampling else News()
+        return self.exchange.share(choice, samples, news, self.may_come)
+
+    def forward(self, plan: StepPlan) -> Choice | None:
+        """The leader's choice."""
         self.rows.enter(plan, self.keys)
-        hidden = self.runner.run(self.rows.batch(plan, self.scheduler.tables), None)
+        x = self.exchange.receive_hidden(len(plan.slots))
+        hidden = self.runner.run(self.rows.batch(plan, self.scheduler.tables), x)
         self.runner.copy_blocks(plan.copies)
-        logits = self.runner.logits(hidden)
-        choice = self.choose(plan, logits) if self.exchange.leads_sampling else None
-        choices = self.exchange.share(choice, len(plan.sequences), interrupt is not None and interrupt())
-        self.rows.sampled(plan, choices.tokens)
-        return choices
+        if not self.exchange.is_last:
+            self.exchange.send_hidden(hidden)
+            return None
+        if not plan.sequences:  # no prompt ends in this step
+            return None
+        logits = self.runner.logits(hidden)  # its gather is collective
+        return self.choose(plan, logits) if self.exchange.leads_sampling else None
+
+    def news(self, interrupt: Callable[[], bool] | None) -> News:
+        """What the leader says beside its choice. It tells of new prompts with a step, so that all stages begin them at
+        the same place in the order of things.
+        """
+        return News(interrupt is not None and interrupt(), None if self.intake is None else self.intake.ask())
+
+    def drain(self, group: int) -> None:
+        """Hear the end of what is under way behind a turn of `group`: its messages are sent."""
+        while any(self.in_flight):
+            group = (group + 1) % len(self.in_flight)
+            if self.in_flight[group]:
+                self.collect(self.in_flight[group].popleft())
+        self.exchange.finish()
 
     def choose(self, plan: StepPlan, logits: Tensor) -> Choice:
         keys, counts, slots = self.rows.draws(plan)
@@ -115,7 +158,14 @@ class Session:
 
     def collect(self, turn: Turn) -> bool:
         """Commit a step's choices. Returns whether all shall stop."""
-        plan, chosen = turn.plan, turn.choices.on_host()
+        chosen = turn.choices.on_host()
+        if turn.plan is not None:
+            self.commit(turn.plan, chosen)
+        if self.intake is not None:
+            self.add(self.intake.hear(chosen.news.taken))
+        return chosen.news.stop
+
+    def commit(self, plan: StepPlan, chosen: Chosen) -> None:
         requests = np.fromiter((s.request.index for s in plan.sequences), np.int64, len(plan.sequences))
         done = self.is_stop[chosen.tokens]
         if self.text_ends is not None:
@@ -126,7 +176,6 @@ class Session:
         self.stopped[requests[fresh & done]] = True
         for sequence in self.scheduler.commit(plan, chosen.tokens, done):
             self.ended[sequence.request.index] = True
-        return chosen.stop
 
     def completes_a_string(self, sequences: Sequence[Running], tokens: np.ndarray) -> np.ndarray:
         responses = ([*s.request.begun, *s.response, int(token)] for s, token in zip(sequences, tokens, strict=True))
@@ -134,8 +183,9 @@ class Session:
 
     def completions(self) -> list[Completion]:
         self.scheduler.stop()
-        rows = zip(self.prompts, self.results.by_request(), self.ended, self.stopped, strict=True)
-        return [self.completion(*row) for row in rows]
+        rows = [*zip(self.prompts, self.results.by_request(), self.ended, self.stopped, strict=True)]
+        mine = range(len(rows)) if self.intake is None else self.intake.taken
+        return [self.completion(*rows[i]) for i in mine]
 
     def completion(self, prompt: Prompt, new: Sampled, ended: bool, stopped: bool) -> Completion:
         begun = prompt.begun or NOTHING
@@ -176,26 +226,23 @@ class RowState:
         if len(prompts):
             ids = torch.cat([ids, prompts])
         return StepBatch(plan.num_decode, plan.chunks, ids, self._to(plan.positions), slots,
-                         self._to(tables[:, :width]), self._to(plan.sample_at))
+                         self._to(np.ascontiguousarray(tables[:, :width])), self._to(plan.sample_at))
 
     def draws(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each sample `[samples]`: its stream, how far it has been drawn from, and its slot; int64."""
+        """Of each sample `[samples]`: its stream, how far it has been drawn from, and its slot; int64. To be asked
+        once a step.
+        """
         slots = plan.sample_slots
-        return self._to(self._keys[slots]), self._to(self._counts[slots]), self._to(slots).long()
+        keys, counts = self._to(self._keys[slots]), self._to(self._counts[slots])
+        self._counts[slots] += 1
+        return keys, counts, self._to(slots).long()
 
-    def sampled(self, plan: StepPlan, tokens: Tensor) -> None:
-        """`tokens` int64 `[samples]`, on the device."""
-        self._newest[self._to(plan.sample_slots).long()] = tokens
-        self._counts[plan.sample_slots] += 1
+    def heard(self, plan: StepPlan, choices: Choices) -> None:
+        """The choices of a step are what the rows go on with."""
+        self._newest[self._to(plan.sample_slots).long()] = choices.tokens
 
     def _to(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
-
-
-def longest(prompt: Prompt, params: SamplingParams) -> int:
-    """Tokens of the longest response to a prompt."""
-    own = params.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
-    return min(own, params.max_new_tokens)
 
 
 def entering(plan: StepPlan) -> Iterator[tuple[int, Running]]:

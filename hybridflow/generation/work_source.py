@@ -12,7 +12,7 @@ from enum import Enum
 from heapq import heapify, heapreplace
 from typing import Protocol
 
-from hybridflow.generation.records import Prompt
+from hybridflow.generation.records import Prompt, SamplingParams
 from hybridflow.packing import split_rows
 from hybridflow.parallel.arithmetic import ceil_div
 
@@ -60,7 +60,7 @@ class Portion:
     cost: int
 
 
-def portions(prompts: Sequence[Prompt], max_new_tokens: int, replicas: int) -> list[Portion]:
+def portions(prompts: Sequence[Prompt], params: SamplingParams, replicas: int) -> list[Portion]:
     """The prompts in portions, dearest first, of equal ones the first; the same on every rank.
 
     A portion has all samples of a prompt, unless prompts are so few that replicas would be uneven: then it has at most
@@ -74,7 +74,8 @@ def portions(prompts: Sequence[Prompt], max_new_tokens: int, replicas: int) -> l
         most = ceil_div(len(prompts), PORTIONS_PER_REPLICA * replicas)
         whole = [list(part) for group in whole for part in split_rows(group, ceil_div(len(group), most))]
     tokens = [len(prompts[part[0]].ids) for part in whole]
-    found = [Portion(tuple(part), length, length + len(part) * max_new_tokens) for part, length in zip(whole, tokens)]
+    found = [Portion(tuple(part), length, length + sum(prompts[i].longest(params) for i in part))
+             for part, length in zip(whole, tokens, strict=True)]
     return sorted(found, key=lambda portion: (-portion.cost, portion.indices))
 
 
@@ -93,8 +94,8 @@ def dealt(dearest_first: Iterable[Portion], replicas: int) -> list[list[Portion]
 class OwnShare:
     """What is dealt to one replica beforehand: who generates what depends on nothing but the prompts."""
 
-    def __init__(self, prompts: Sequence[Prompt], max_new_tokens: int, replicas: int, replica: int) -> None:
-        mine = dealt(portions(prompts, max_new_tokens, replicas), replicas)[replica]
+    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams, replicas: int, replica: int) -> None:
+        mine = dealt(portions(prompts, params, replicas), replicas)[replica]
         # Longest prompt first, so that a lack of memory shows at the start, and parts of a prompt side by side.
         mine.sort(key=lambda portion: (-portion.prompt_tokens, prompts[portion.indices[0]].ids, portion.indices))
         self._waiting = [portion.indices for portion in reversed(mine)]
@@ -130,9 +131,9 @@ class SharedQueue:
     not, where the arithmetic of a row does not depend on the rows beside it.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], max_new_tokens: int, replicas: int, handed_out: Count) -> None:
+    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams, replicas: int, handed_out: Count) -> None:
         """`handed_out`: portions, 0 at the start; the same number on all replicas."""
-        self._portions = [portion.indices for portion in portions(prompts, max_new_tokens, replicas)]
+        self._portions = [portion.indices for portion in portions(prompts, params, replicas)]
         self._handed_out = handed_out
         self._left: tuple[int, ...] = ()  # of a portion that did not fit
         self._largest = max(map(len, self._portions), default=1)

@@ -1,47 +1,177 @@
-"""Generation over several ranks equals one process, token for token."""
+"""Generation over several ranks equals one process, token for token, in every layout."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from hybridflow.generation.records import SamplingParams
+from hybridflow.generation.records import Begun, FinishReason, SamplingParams
+from hybridflow.generation.work_source import OwnShare, SharedQueue
 from hybridflow.parallel.mesh import Layout
-from tests.generation.small_model import CONFIGS, assert_same, full_log_probs, make_generator, make_prompts
+from tests.generation.small_model import CONFIG, CONFIGS, assert_same, full_log_probs, make_generator, make_prompts
 from tests.ranks import run_ranks
 
 PARAMS = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, stop_ids=(2, 9))
 PROMPTS = make_prompts([1, 9, 2, 40, 17], samples=2)
+DEEP = {name: replace(config, num_layers=5) for name, config in CONFIGS.items()}  # on no number of stages even
+LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(tp=4), Layout(pp=4), Layout(tp=2, pp=2),
+           Layout(tp=2, dp=2), Layout(pp=2, dp=2)]
+# Rows and blocks so few that rows wait, prompts come in chunks, and running ones have to give their blocks back.
+TIGHT = dict(max_batch_rows=6, max_step_tokens=24)
 
 
-def generate(world, layout, family, dtype):
-    """This replica's share of the prompts, and how far its log-probs are from the full forward in the same layout."""
-    generator = make_generator(world, layout, config=CONFIGS[family], dtype=dtype, max_batch_rows=6)
-    replica = world.rank // layout.tp
-    completions = generator.generate(PROMPTS[replica::layout.dp], PARAMS, seed=3)
-    gap = max(abs(a - b) for completion in completions for a, b in
-              zip(completion.log_probs, full_log_probs(generator, completion, PARAMS.temperature), strict=True))
-    return completions, gap
+def tight_cache(blocks: int, layout: Layout) -> dict[str, int]:
+    """Limits under which the smallest cache of a replica has so many blocks (of 16 tokens, in fp64)."""
+    layers = -(-DEEP["llama"].num_layers // layout.pp)
+    kv_heads = max(1, CONFIG.num_kv_heads // layout.tp)
+    return TIGHT | {"max_cache_bytes": blocks * 2 * layers * 16 * kv_heads * CONFIG.head_dim * 8}
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4), Layout(dp=2), Layout(tp=2, dp=2)], ids=str)
-def test_tokens_do_not_depend_on_the_layout(layout, family):
-    want = make_generator(config=CONFIGS[family]).generate(PROMPTS, PARAMS, seed=3)
-    results = run_ranks(layout.size, generate, layout, family, torch.float64)
-    for rank, (completions, gap) in enumerate(results):
-        assert_same(completions, want[rank // layout.tp:: layout.dp])
-        assert completions == results[rank // layout.tp * layout.tp][0]  # bit for bit within a replica
-        assert gap < 1e-9
+def replica_of(rank: int, layout: Layout) -> int:
+    return rank // layout.tp % layout.dp
 
 
-def test_fp32_log_probs_over_tensor_ranks():
-    for _, gap in run_ranks(2, generate, Layout(tp=2), "llama", torch.float32):
-        assert gap < 1e-5
+def in_every_family(world, layout):
+    """Completions of this replica's share, twice (the second time beside what the first one left in the cache)."""
+    found = {}
+    for family, config in DEEP.items():
+        generator = make_generator(world, layout, config=config, **TIGHT)
+        mine = PROMPTS[replica_of(world.rank, layout)::layout.dp]
+        found[family] = generator.generate(mine, PARAMS, seed=3)
+        assert_same(generator.generate(mine, PARAMS, seed=3), found[family])
+    return found
 
 
-def pipelined(world):
-    with pytest.raises(ValueError, match="pp is 2; it must be 1"):
-        make_generator(world, Layout(pp=2))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_tokens_do_not_depend_on_the_layout(layout):
+    results = run_ranks(layout.size, in_every_family, layout)
+    for family, config in DEEP.items():
+        want = make_generator(config=config).generate(PROMPTS, PARAMS, seed=3)
+        assert any(c.finish_reason is FinishReason.STOP for c in want) and any(len(c.response_ids) == 12 for c in want)
+        first: dict[int, list] = {}
+        for rank, result in enumerate(results):
+            replica = replica_of(rank, layout)
+            assert_same(result[family], want[replica::layout.dp])
+            assert result[family] == first.setdefault(replica, result[family])  # bit for bit within a replica
 
 
-def test_pipeline_stages_are_refused():
-    run_ranks(2, pipelined)
+def gap(world, layout, dtype):
+    """How far log-probs are from the full forward in the same layout."""
+    generator = make_generator(world, layout, dtype=dtype)
+    completions = generator.generate(PROMPTS[replica_of(world.rank, layout)::layout.dp], PARAMS, seed=3)
+    return max(abs(a - b) for completion in completions for a, b in
+               zip(completion.log_probs, full_log_probs(generator, completion, PARAMS.temperature), strict=True))
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4), Layout(tp=2, dp=2)], ids=str)
+def test_log_probs_are_those_of_the_full_forward(layout):
+    assert max(run_ranks(layout.size, gap, layout, torch.float64)) < 1e-9
+    assert max(run_ranks(layout.size, gap, layout, torch.float32)) < 1e-5
+
+
+def few_rows(world, layout):
+    generator = make_generator(world, layout, config=DEEP["llama"])
+    return [generator.generate(PROMPTS[:rows], PARAMS, seed=3) for rows in range(4)]
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=4), Layout(tp=2, pp=2)], ids=str)
+def test_fewer_rows_than_groups(layout):
+    want = make_generator(config=DEEP["llama"]).generate(PROMPTS, PARAMS, seed=3)
+    for result in run_ranks(4, few_rows, layout):
+        for rows, completions in enumerate(result):
+            assert_same(completions, want[:rows])
+
+
+LONG = SamplingParams(max_new_tokens=20, temperature=0.9)
+
+
+def out_of_blocks(world, layout):
+    generator = make_generator(world, layout, config=DEEP["llama"], **tight_cache(5, layout))
+    completions = generator.generate(PROMPTS, LONG, seed=3)
+    return completions, generator.scheduler.stats.preempted, generator.scheduler.used_blocks
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(tp=2, pp=2)], ids=str)
+def test_stages_agree_on_who_gives_blocks_back(layout):
+    want = make_generator(config=DEEP["llama"]).generate(PROMPTS, LONG, seed=3)
+    results = run_ranks(layout.size, out_of_blocks, layout)
+    for completions, preempted, used in results:
+        assert_same(completions, want)
+        assert preempted == results[0][1] > 0 and used == 0
+
+
+def interrupted(world, layout):
+    """What was generated before and after an interruption that only the leader is asked for."""
+    generator = make_generator(world, layout, config=DEEP["llama"], **TIGHT)
+    asked = iter(range(100))
+    leads = world.rank == layout.size - layout.tp
+    first = generator.generate(PROMPTS, LONG, seed=3, interrupt=lambda: leads and next(asked) == 12)
+    assert generator.scheduler.is_idle and generator.scheduler.used_blocks == 0
+    begun = [replace(prompt, begun=Begun(c.response_ids, c.log_probs, c.processed_log_probs, c.versions))
+             if c.finish_reason is FinishReason.INTERRUPTED else None for prompt, c in zip(PROMPTS, first)]
+    rest = iter(generator.generate([prompt for prompt in begun if prompt is not None], LONG, seed=3))
+    return first, [c if prompt is None else next(rest) for prompt, c in zip(begun, first)]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(pp=4), Layout(tp=2, pp=2)], ids=str)
+def test_all_ranks_stop_at_the_same_token_and_can_go_on(layout):
+    want = make_generator(config=DEEP["llama"]).generate(PROMPTS, LONG, seed=3)
+    results = run_ranks(layout.size, interrupted, layout)
+    for first, whole in results:
+        assert first == results[0][0]
+        assert 0 < sum(len(c.response_ids) for c in first) < sum(len(c.response_ids) for c in want)
+        assert_same(whole, want)
+
+
+def busy_turns(world, layout):
+    """Of each turn whether the group had something to run, and how many responses were then left to make."""
+    generator = make_generator(world, layout, config=DEEP["llama"])
+    generator.generate(PROMPTS[:1], PARAMS, seed=3)
+    scheduler, plan, turns = generator.scheduler, generator.scheduler.plan, []
+
+    def recorded(group):
+        unfinished = scheduler.num_running + scheduler.num_waiting
+        turns.append((plan(group), unfinished))
+        return turns[-1][0]
+
+    scheduler.plan = recorded
+    generator.generate(PROMPTS, LONG, seed=3)
+    return [(step is not None, unfinished) for step, unfinished in turns]
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_stage_is_busy_from_its_first_to_its_last_turn(pp):
+    """Turn t is at tick t + s on stage s, so that stages wait only for the first one to come, and for the last to go:
+    pp - 1 ticks of all.
+    """
+    turns, *others = run_ranks(pp, busy_turns, Layout(pp=pp))
+    assert all(other == turns for other in others)
+    assert len(turns) >= 20 * pp
+    assert all(is_busy for is_busy, unfinished in turns if unfinished >= pp)
+
+
+def from_a_source(world, layout, is_shared):
+    """What this replica took and answered, for more prompts than it has rows."""
+    generator = make_generator(world, layout, config=DEEP["llama"], **TIGHT)
+    prompts = make_prompts([1, 9, 2, 40, 17, 3, 8, 30, 5], samples=3)
+    replica = replica_of(world.rank, layout)
+    count = world.count()
+    source = (SharedQueue(prompts, PARAMS, layout.dp, count) if is_shared
+              else OwnShare(prompts, PARAMS, layout.dp, replica))
+    completions = generator.generate(prompts, PARAMS, seed=3, source=source)
+    dist.barrier()
+    return sorted(source.taken), completions, generator.scheduler.used_blocks
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(dp=4)], ids=str)
+def test_replicas_answer_every_prompt_once(layout, is_shared):
+    prompts = make_prompts([1, 9, 2, 40, 17, 3, 8, 30, 5], samples=3)
+    want = make_generator(config=DEEP["llama"]).generate(prompts, PARAMS, seed=3)
+    results = run_ranks(layout.size, from_a_source, layout, is_shared)
+    taken: dict[int, list[int]] = {}
+    for rank, (indices, completions, used) in enumerate(results):
+        assert_same(completions, [want[i] for i in indices])
+        assert indices == taken.setdefault(replica_of(rank, layout), indices) and used == 0
+    assert sorted(i for indices in taken.values() for i in indices) == list(range(len(prompts)))
