@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -74,8 +75,10 @@ class HybridEngine:
 
     def __init__(self, train: TrainEngine, mesh: Mesh, *, bucket_bytes: int,
                  limits: GenerationLimits = DEFAULT_LIMITS, weights: WeightMode = WeightMode.PACKED,
-                 check: ReshardCheck = ReshardCheck.SAMPLED) -> None:
-        """`mesh` is the generation mesh; `bucket_bytes` bounds what is in flight while weights move.
+                 check: ReshardCheck = ReshardCheck.SAMPLED,
+                 decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        """`mesh` is the generation mesh; `bucket_bytes` bounds what is in flight while weights move; `decode` is as the
+        generator's.
 
         Raises:
             ValueError: weights that are shared with an engine which waits on the host between its turns.
@@ -92,7 +95,7 @@ class HybridEngine:
             shares = share_map(train.shard_map, train.grads.layout(), train.mesh, train.grads.sharded)
             self.after_step = route(shares, with_training(self.home.shard_map, train.shard_map))
         runner = make_runner(self.stage, mesh, owns_weights=weights is WeightMode.PACKED)
-        self.generator = Generator(self.stage, mesh, model, runner, limits)
+        self.generator = Generator(self.stage, mesh, model, runner, limits, decode)
         self.last_report = ReshardReport(0.0, 0, 0, 0)
         self._settle = settle_device(mesh.device)
         self._under_way: _UnderWay | None = None
