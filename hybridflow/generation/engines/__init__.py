@@ -1,0 +1,1 @@
+"""What a rollout asks of a generation engine, and engines of others that give it."""
