@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridflow.generation.runner import StepBatch
-from hybridflow.kernels.native_ops import COMPUTE, DTYPES, PackedWeight, pack
+from hybridflow.kernels.native_ops import COMPUTE, DTYPES, PackedWeight, pack, pack_all
 from hybridflow.kernels.native_stage import Stage, StageLayer, Step, stage_library
 from hybridflow.models.attention import ReplicatedKeyValue
 from hybridflow.models.config import Head
@@ -91,6 +91,8 @@ class NativeRunner:
     def allocate(self, num_blocks: int) -> None:
         numbers = self._record.num_layers * num_blocks * self._record.kv_heads * BLOCK_TOKENS * self._record.head_dim
         self._pages = tuple(torch.empty(numbers + VALUES_READ_BEHIND, dtype=self._dtype) for _ in range(2))
+        for pages in self._pages:  # fetched from places all over them
+            self._library.hf_huge_pages(pages.data_ptr(), pages.nbytes)
         self._record.num_blocks = num_blocks
         self._record.keys, self._record.values = (pages.data_ptr() for pages in self._pages)
 
@@ -155,14 +157,16 @@ class NativeRunner:
         self._kept.append(vector.detach().contiguous())
         return self._kept[-1].data_ptr()
 
-    def _pack(self, *weights: nn.Parameter) -> int:
-        """Matrices one below the other as one."""
-        whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
-        data = pack(whole).data
-        self._kept.append(data)
-        for weight in weights:
-            _empty(weight)
-        return data.data_ptr()
+    def _pack(self, matrices: Sequence[Sequence[nn.Parameter]]) -> list[int]:
+        """Each of the lists of matrices as one, the members one below the other; all in one piece of memory."""
+        whole = [torch.cat([part.detach() for part in parts]) if len(parts) > 1 else parts[0].detach()
+                 for parts in matrices]
+        packed = [weight.data for weight in pack_all(whole)]
+        self._kept += packed
+        for parts in matrices:
+            for weight in parts:
+                _empty(weight)
+        return [data.data_ptr() for data in packed]
 
     def _prepared(self, layer: DecoderLayer) -> StageLayer:
         attention, mlp, keep = layer.attention, layer.mlp, self._keep
@@ -172,12 +176,14 @@ class NativeRunner:
             parts = (attention.qkv,)
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         norms = [None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm)]
+        qkv, out, gate_up, down = self._pack(
+            [[part.weight for part in parts], [attention.out.weight], [mlp.gate_up.weight], [mlp.down.weight]])
         return StageLayer(
-            input_norm=keep(layer.input_norm.weight), qkv=self._pack(*(part.weight for part in parts)),
+            input_norm=keep(layer.input_norm.weight), qkv=qkv,
             qkv_bias=keep(torch.cat(biases) if biases else None), q_norm=keep(norms[0]), k_norm=keep(norms[1]),
-            out=self._pack(attention.out.weight), out_bias=keep(attention.out.bias),
-            post_norm=keep(layer.post_norm.weight), gate_up=self._pack(mlp.gate_up.weight),
-            gate_up_bias=keep(mlp.gate_up.bias), down=self._pack(mlp.down.weight), down_bias=keep(mlp.down.bias))
+            out=out, out_bias=keep(attention.out.bias),
+            post_norm=keep(layer.post_norm.weight), gate_up=gate_up,
+            gate_up_bias=keep(mlp.gate_up.bias), down=down, down_bias=keep(mlp.down.bias))
 
     def _grow(self, tokens: int) -> None:
         """Room for steps of so many tokens."""
