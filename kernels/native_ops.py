@@ -54,7 +54,10 @@ def declare(found: NativeLibrary) -> ctypes.CDLL:
     lib.hf_pack.restype = None
     lib.hf_linear.argtypes = [c_int, c_void_p, c_long, c_long, c_void_p, c_void_p, c_long, c_long, c_int, c_int,
                               c_void_p, c_long]
-    lib.hf_linear.restype = None
+    lib.hf_pack_pair.argtypes = [c_int, c_void_p, c_void_p, c_long, c_long, c_long, c_long, c_void_p]
+    lib.hf_gated_linear.argtypes = [c_int, c_void_p, c_long, c_long, c_void_p, c_void_p, c_void_p, c_long, c_long,
+                                    c_void_p, c_long]
+    lib.hf_linear.restype = lib.hf_pack_pair.restype = lib.hf_gated_linear.restype = None
     return lib
 
 
@@ -106,6 +109,29 @@ def linear(
     library().hf_linear(DTYPES[x.dtype], rows.data_ptr(), rows.shape[0], rows.stride(0), packed.data.data_ptr(),
                         None if bias is None else bias.data_ptr(), packed.n, packed.k, segments, int(wide),
                         y.data_ptr(), packed.n)
+    return y
+
+
+def pack_pair(gate: Tensor, up: Tensor) -> PackedWeight:
+    """Both weights of a gated feed-forward, [n, k] each, for `gated_linear`; `n` is that of one of them."""
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.stride() != up.stride():
+        raise ValueError(f"gate is {list(gate.shape)} {gate.dtype}, up {list(up.shape)} {up.dtype}: must be alike, in "
+                         "strides too")
+    code, (n, k) = _code(gate), gate.shape
+    data = torch.empty(2 * library().hf_packed_bytes(code, n, k), dtype=torch.uint8)
+    library().hf_huge_pages(data.data_ptr(), data.numel())
+    library().hf_pack_pair(code, gate.data_ptr(), up.data_ptr(), n, k, *gate.stride(), data.data_ptr())
+    return PackedWeight(data, n, k, gate.dtype)
+
+
+def gated_linear(x: Tensor, pair: PackedWeight) -> Tensor:
+    """silu(x G^T) * (x U^T) for x [rows, k] (Shazeer 2020, eq. 6): the bits of `linear` twice and `swiglu`, without
+    the two answers in memory. Returns [rows, n].
+    """
+    _check(x, pair, None, 1)
+    y = torch.empty(x.shape[0], pair.n, dtype=x.dtype)
+    library().hf_gated_linear(DTYPES[x.dtype], x.data_ptr(), x.shape[0], x.stride(0), pair.data.data_ptr(), None, None,
+                              pair.n, pair.k, y.data_ptr(), pair.n)
     return y
 
 

@@ -5,7 +5,9 @@
 #include <atomic>
 #include <mutex>
 
+#include "dispatch.h"
 #include "gemm.h"
+#include "rows.h"
 #include "team.h"
 
 namespace hf {
@@ -54,12 +56,9 @@ void hf_threads(int threads) {
 }
 
 size_t hf_packed_bytes(int dtype, long n, long k) {
-    switch (Dtype(dtype)) {
-        case Dtype::Float32: return packed_bytes<float>(n, k);
-        case Dtype::BFloat16: return packed_bytes<bf16>(n, k);
-        case Dtype::Float64: return packed_bytes<double>(n, k);
-    }
-    return 0;
+    size_t bytes = 0;
+    with_dtype(dtype, [&]<class T>(T) { bytes = packed_bytes<T>(n, k); });
+    return bytes;
 }
 
 // Asks the system for huge pages (where it knows them) under fresh memory that weights will be read from: with pages of
@@ -76,12 +75,20 @@ void hf_huge_pages(void* memory, size_t bytes) {
 
 void hf_pack(int dtype, const void* w, long n, long k, long row_stride, long col_stride, void* out) {
     team().run([&](int thread) {
-        int threads = team().size();
-        switch (Dtype(dtype)) {
-            case Dtype::Float32: return pack_part(thread, threads, (const float*)w, n, k, row_stride, col_stride, out);
-            case Dtype::BFloat16: return pack_part(thread, threads, (const bf16*)w, n, k, row_stride, col_stride, out);
-            case Dtype::Float64: return pack_part(thread, threads, (const double*)w, n, k, row_stride, col_stride, out);
-        }
+        with_dtype(dtype, [&]<class T>(T) {
+            pack_part(thread, team().size(), (const T*)w, n, k, row_stride, col_stride, out);
+        });
+    });
+}
+
+// Two weights [n, k] of the same strides, panels in turn, into twice hf_packed_bytes.
+void hf_pack_pair(int dtype, const void* first, const void* second, long n, long k, long row_stride, long col_stride,
+                  void* out) {
+    team().run([&](int thread) {
+        with_dtype(dtype, [&]<class T>(T) {
+            pack_part(thread, team().size(), (const T*)first, n, k, row_stride, col_stride, out, 2, 0);
+            pack_part(thread, team().size(), (const T*)second, n, k, row_stride, col_stride, out, 2, 1);
+        });
     });
 }
 
@@ -98,6 +105,19 @@ void hf_linear(int dtype, const void* x, long m, long x_stride, const void* pack
             case Dtype::Float64: return part(double(), double());
             case Dtype::BFloat16: return wide_out ? part(bf16(), float()) : part(bf16(), bf16());
         }
+    });
+}
+
+// y [m, n] = silu(x G^T + gate_bias) * (x U^T + up_bias), `packed` made by hf_pack_pair(G, U); biases may be null.
+void hf_gated_linear(int dtype, const void* x, long m, long x_stride, const void* packed, const void* gate_bias,
+                     const void* up_bias, long n, long k, void* y, long y_stride) {
+    team().run([&](int thread) {
+        with_dtype(dtype, [&]<class T>(T) {
+            gemm_pair_part(thread, team().size(), (const T*)x, m, x_stride, packed, (const T*)gate_bias,
+                           (const T*)up_bias, n, k, [&](long row, long column, long count, const T* gate, const T* up) {
+                swiglu_row(gate, up, count, (T*)y + row * y_stride + column);
+            });
+        });
     });
 }
 

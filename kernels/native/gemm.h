@@ -163,7 +163,7 @@ void gemm_sums(int thread, int threads, const T* x, long m, long x_stride, const
                     const T* w = (const T*)packed + (panel + done) * stride;
                     // While the blocks of rows pass over this panel, each fetches its part of the next.
                     const int lines = (kStepLines<T> + blocks - 1) / blocks;
-                    const char* next = blocks == 1 ? nullptr : (const char*)(w + stride) + block * (k / kStep) * lines * 64;
+                    const char* next = blocks == 1 ? nullptr : (const char*)(w + group * stride) + block * (k / kStep) * lines * 64;
                     const Ahead ahead{next, lines};
                     const C* xs = arranged + blocked_numbers(share.first, k);
                     if (segments == 1) compute(xs, w, stride, 0, k, ahead, sums + done * NR, here * NR);
@@ -178,23 +178,46 @@ void gemm_sums(int thread, int threads, const T* x, long m, long x_stride, const
     }
 }
 
+// `count` sums of a row as they leave a product: bias (of the same columns, or null) added, then rounded.
+template <class T, class Out> void finish_sums(const Compute<T>* sums, const T* bias, long count, Out* to) {
+    using C = Compute<T>;
+    constexpr int lanes = kLanes<C>;
+    long j = 0;
+    for (; j + lanes <= count; j += lanes) {
+        Vector<C> sum = load<Vector<C>>(sums + j);
+        if (bias != nullptr) sum += load_wide(bias + j);
+        store_narrow(to + j, sum);
+    }
+    for (; j < count; ++j) narrow(bias != nullptr ? sums[j] + widen(bias[j]) : sums[j], to[j]);
+}
+
 // This thread's share of y = x W^T + b for m rows of x (x_stride numbers apart); Out is T or Compute<T>. k % segments == 0.
 template <class T, class Out>
 void gemm_part(int thread, int threads, const T* x, long m, long x_stride, const void* packed, const T* bias, long n,
                long k, int segments, Out* y, long y_stride) {
-    using C = Compute<T>;
-    constexpr int NR = kPanel<T>, lanes = kLanes<C>;
+    constexpr long NR = kPanel<T>;
     gemm_sums<T, 1>(thread, threads, x, m, x_stride, packed, num_panels<T>(n), k, segments,
-                    [=](long row, long panel, const C* sums) {
+                    [=](long row, long panel, const Compute<T>* sums) {
         const long column = panel * NR;
-        Out* to = y + row * y_stride + column;
-        long j = 0;
-        for (; j + lanes <= NR && column + j + lanes <= n; j += lanes) {
-            Vector<C> sum = load<Vector<C>>(sums + j);
-            if (bias != nullptr) sum += load_wide(bias + column + j);
-            store_narrow(to + j, sum);
-        }
-        for (; j < NR && column + j < n; ++j) narrow(bias != nullptr ? sums[j] + widen(bias[column + j]) : sums[j], to[j]);
+        finish_sums<T>(sums, bias == nullptr ? nullptr : bias + column, std::min(NR, n - column), y + row * y_stride + column);
+    });
+}
+
+// This thread's share of two products of the same x whose answers are wanted side by side (gate and up of a gated
+// feed-forward): `packed` has both weights [n, k], panels in turn (`pack_part` with step 2, offsets 0 and 1). Calls
+// combine(row, column, count, const T* first, const T* second) with both answers for `count` columns from `column`, rounded
+// to T, the same bits as of `gemm_part`; they are never written anywhere else. Biases may be null.
+template <class T, class Combine>
+void gemm_pair_part(int thread, int threads, const T* x, long m, long x_stride, const void* packed, const T* first_bias,
+                    const T* second_bias, long n, long k, Combine&& combine) {
+    constexpr long NR = kPanel<T>;
+    gemm_sums<T, 2>(thread, threads, x, m, x_stride, packed, 2 * num_panels<T>(n), k, 1,
+                    [&](long row, long panel, const Compute<T>* sums) {
+        const long column = panel / 2 * NR, count = std::min(NR, n - column);
+        alignas(64) T first[NR], second[NR];
+        finish_sums<T>(sums, first_bias == nullptr ? nullptr : first_bias + column, count, first);
+        finish_sums<T>(sums + NR, second_bias == nullptr ? nullptr : second_bias + column, count, second);
+        combine(row, column, count, (const T*)first, (const T*)second);
     });
 }
 
