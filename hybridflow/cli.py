@@ -13,6 +13,7 @@ import select
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from hybridflow import __version__
@@ -29,7 +30,7 @@ OTHERS_WAIT_S = 10.0
 HELP = {
     Command.TRAIN: "reinforcement learning: generate, score, train, again",
     Command.SFT: "supervised warm start on the answers of the data",
-    Command.GENERATE: "answer held-out prompts and print the answers",
+    Command.GENERATE: "answer held-out prompts and print the answers, or answer those of a file",
     Command.EXPORT: "write the model in Hugging Face's format",
 }
 # Commands with options of their own: each module has HELP, EPILOGUE, add_arguments and run.
@@ -43,7 +44,7 @@ every key:         python -m hybridflow keys
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0; 2 for a fault in the command line, launch or config; 130; 141."""
+    """Run one command. Returns the exit code: 0; 2 for a fault in the command line, launch or config; 75; 130; 141."""
     arguments = parsed(argv)
     try:
         code = run(arguments)
@@ -78,7 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.command in TOOLS:
         return _tool(arguments.command).run(arguments)
-    command = Command(arguments.command)
+    command, options = Command(arguments.command), {}
+    if command is Command.GENERATE:
+        options = {"prompts_file": arguments.prompts, "out": arguments.out}
+        command = command if arguments.prompts is None else Command.COMPLETE
     try:
         place = launched_place(os.environ)
     except ValueError as error:
@@ -90,12 +94,11 @@ def run(arguments: argparse.Namespace) -> int:
         report(error, place.rank)
         return EXIT_CONFIG
     try:
-        job = importlib.import_module(f"hybridflow.commands.{command.value}").prepare(config)
+        job = importlib.import_module(f"hybridflow.commands.{arguments.command}").prepare(config, **options)
     except ValueError as error:  # of what the config names: data, tokenizer, model folders, reward function
         report(error, place.rank)
         return EXIT_CONFIG
-    job()
-    return 0
+    return job() or 0
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -120,6 +123,11 @@ def parser() -> argparse.ArgumentParser:
                                   formatter_class=argparse.RawTextHelpFormatter)
         one.add_argument("config", metavar="CONFIG", help="YAML file; it names only what differs from the defaults")
         one.add_argument("overrides", nargs="*", metavar="key=value", help="keys that differ from the file")
+        if command is Command.GENERATE:
+            one.add_argument("--prompts", type=Path, metavar="FILE", help='JSON lines with "prompt" (text, or chat '
+                             'messages) or "prompt_ids", and "id" if you like; else held-out prompts are answered')
+            one.add_argument("--out", type=Path, metavar="FILE", help="JSON lines of the answers (default: "
+                             "generations.jsonl in logging.dir)")
     for tool in TOOLS:
         module = _tool(tool)
         module.add_arguments(commands.add_parser(tool, help=module.HELP, description=module.HELP,

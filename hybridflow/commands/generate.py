@@ -1,67 +1,148 @@
-"""`hybridflow generate`: answers to held-out prompts as JSON lines, under the sampling settings of the config."""
+"""`hybridflow generate`: answers to held-out prompts, or to those of a file, as JSON lines, sampled as the config says.
+
+Owns the form of an answer's line. How answers are found is generation's, what a file of prompts is `prompt_lines`'.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from hybridflow.commands.job import Job
+from hybridflow.commands.job import EXIT_TRY_AGAIN, Job
 from hybridflow.config.schema import Config
-from hybridflow.data.loader import TokenisedPrompt
+from hybridflow.data.prompt_lines import read_prompt_lines
 from hybridflow.data.records import prompt_text
 from hybridflow.exchange import share_json
+from hybridflow.generation.interrupt import Interrupt
+from hybridflow.generation.records import Completion, FinishReason, Prompt
 from hybridflow.observe.trace import Trace
 from hybridflow.parallel.world import World
 from hybridflow.response_text import answer_text
 from hybridflow.trainer.build import Builder
 from hybridflow.trainer.inputs import Inputs
-from hybridflow.trainer.prompts import held_out_prompts, read_records, require_same
-from hybridflow.trainer.rollout import answer
+from hybridflow.trainer.prompts import FILES_DIFFER, held_out_prompts, read_records, require_equal
+from hybridflow.trainer.rollout import complete
 
 
-def prepare(config: Config) -> Job:
-    """Read everything that the config names; the job then answers evaluation.prompts held-out prompts into
-    logging.dir/generations.jsonl, on all launched ranks.
+@dataclass(frozen=True)
+class Asked:
+    """A prompt and what its answers' lines say of it. Example: `Asked(0, (1, 52), {"id": "a7", "prompt": "2 + 3 ="})`.
+
+    Attributes:
+        stream: of the random draws, with the seed and the number of the sample.
+        before, after: of the answer's own keys.
+    """
+
+    stream: int
+    ids: tuple[int, ...]
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to ask, and where to write the answers.
+
+    Attributes:
+        text_key: of an answer's text.
+        aloud: whether answers are printed too.
+    """
+
+    asked: Sequence[Asked]
+    out: Path
+    text_key: str
+    aloud: bool
+
+
+def prepare(config: Config, prompts_file: Path | None = None, out: Path | None = None) -> Job:
+    """Read everything that the config names, and the prompts; the job then answers them on all launched ranks.
+
+    Args:
+        prompts_file: of prompts as `prompt_lines` reads them; None asks evaluation.prompts held-out prompts.
+        out: file of the answers; None is logging.dir/generations.jsonl.
     """
     inputs = Inputs.read(config, scores=False)
-    prompts = held_out_prompts(config, read_records(config), inputs.tokenizer, inputs.model.vocab_size)
-    return partial(_run, inputs, prompts)
+    path = Path(config.logging.dir) / "generations.jsonl" if out is None else out
+    _require_place(path)
+    if prompts_file is None:
+        return partial(_run, inputs, Task(_held_out(inputs), path, "response", aloud=True))
+    return partial(_run, inputs, Task(_of_file(inputs, prompts_file), path, "text", aloud=False))
 
 
-def _run(inputs: Inputs, prompts: tuple[TokenisedPrompt, ...]) -> None:
-    with closing(World.from_env(inputs.config.train.timeout_s)) as world:
-        require_same(world, [prompt.record for prompt in prompts])
-        rows = _answers(inputs, prompts, world)
+def _held_out(inputs: Inputs) -> list[Asked]:
+    prompts = held_out_prompts(inputs.config, read_records(inputs.config), inputs.tokenizer, inputs.model.vocab_size)
+    return [Asked(prompt.id, prompt.ids, {"row": row, "prompt": prompt_text(prompt.record.prompt)},
+                  {"ground_truth": prompt.record.ground_truth}) for row, prompt in enumerate(prompts)]
+
+
+def _of_file(inputs: Inputs, path: Path) -> list[Asked]:
+    model = inputs.model
+    room = model.max_position_embeddings - inputs.config.generation.max_new_tokens
+    return [Asked(line.stream, line.ids, {"id": line.id, "prompt": line.prompt}, {})
+            for line in read_prompt_lines(path, inputs.tokenizer, model.vocab_size, room)]
+
+
+def _require_place(path: Path) -> None:
+    """
+    Raises:
+        ValueError: there is a folder in the place of the file, or a file in that of a folder.
+    """
+    if path.is_dir():
+        raise ValueError(f"--out {path}: is a folder; give a file")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise ValueError(f"--out {path}: {parent} is a file, so that no folder can be made there")
+
+
+def _run(inputs: Inputs, task: Task) -> int:
+    with Interrupt() as interrupt, closing(World.from_env(inputs.config.train.timeout_s)) as world:
+        require_equal(world, [[one.stream, one.ids] for one in task.asked], FILES_DIFFER)
+        rows = _answers(inputs, task, world, interrupt)
         if world.rank == 0:
-            _write(Path(inputs.config.logging.dir) / "generations.jsonl", rows)
+            _write(task, [line for _, line in rows])
+        whole = len(rows) == len(task.asked) * inputs.config.generation.samples_per_prompt
+        stopped = not whole or any(line["finish_reason"] == FinishReason.INTERRUPTED.value for _, line in rows)
+        if stopped and world.rank == 0:
+            print("interrupted: answers that are not finished say so, and those not begun are not there")
+    return EXIT_TRY_AGAIN if stopped else 0
 
 
-def _answers(inputs: Inputs, prompts: tuple[TokenisedPrompt, ...], world: World) -> list[dict]:
-    config, tokenizer, ends = inputs.config, inputs.tokenizer, inputs.ends
-    builder, samples = Builder(inputs, world, Trace()), config.generation.samples_per_prompt
+def _answers(inputs: Inputs, task: Task, world: World, interrupt: Interrupt) -> list[tuple[int, dict[str, Any]]]:
+    """Lines of all answers that have a token, in order of the prompts, with their places; the same on every rank."""
+    config, builder = inputs.config, Builder(inputs, world, Trace())
+    samples = config.generation.samples_per_prompt
     generator, mesh = builder.generator()
-    rollout = answer(generator, mesh, prompts, builder.sampling(), samples=samples, seed=config.train.seed,
-                     version=None, dtype=torch.promote_types(builder.dtype, torch.float32))
-    log_probs = rollout.batch.columns.rollout_log_probs.split(list(rollout.batch.home_lengths(world)))
-    mine = []
-    for row, sample, values in zip(rollout.batch.home[world.rank], rollout.batch.samples, log_probs):
-        record = prompts[row // samples].record
-        mine.append({"row": row, "sample": row % samples, "prompt": prompt_text(record.prompt),
-                     "response": answer_text(tokenizer, sample.response, ends), "ground_truth": record.ground_truth,
-                     "finish_reason": "stop" if sample.response[-1] in ends.ids else "length",
-                     "prompt_ids": list(sample.prompt), "response_ids": list(sample.response),
-                     "log_probs": values.tolist()})
-    return sorted((row for rows in share_json(world, mine) for row in rows), key=lambda row: row["row"])
+    requests = [Prompt(one.stream, sample, one.ids) for one in task.asked for sample in range(samples)]
+    found = complete(generator, mesh, requests, builder.sampling(), seed=config.train.seed, balance=builder.balance,
+                     interrupt=interrupt.asked)
+    mine = {}
+    if (mesh.coord.tp, mesh.coord.pp) == (0, 0):  # one rank speaks for its replica
+        mine = {row: _line(inputs, task, task.asked[row // samples], one) for row, one in found.items()
+                if one.response_ids}
+    told = share_json(world, list(mine.items()))
+    return sorted(((row, line) for lines in told for row, line in lines), key=itemgetter(0))
 
 
-def _write(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
-            print(f"{row['prompt']!r} -> {row['response']!r}")
-    print(f"{len(rows)} answers in {path}")
+def _line(inputs: Inputs, task: Task, asked: Asked, answer: Completion) -> dict[str, Any]:
+    line = {**asked.before, "sample": answer.sample, "prompt_ids": list(answer.prompt_ids),
+            task.text_key: answer_text(inputs.tokenizer, answer.response_ids, inputs.ends),
+            "response_ids": list(answer.response_ids), "log_probs": list(answer.log_probs)}
+    if answer.processed_log_probs is not None:
+        line["processed_log_probs"] = list(answer.processed_log_probs)
+    return line | {"finish_reason": answer.finish_reason.value, **asked.after}
+
+
+def _write(task: Task, lines: Sequence[Mapping[str, Any]]) -> None:
+    task.out.parent.mkdir(parents=True, exist_ok=True)
+    with task.out.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line) + "\n")
+            if task.aloud:
+                print(f"{line['prompt']!r} -> {line[task.text_key]!r}")
+    print(f"{len(lines)} answers in {task.out}")

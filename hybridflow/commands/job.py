@@ -2,4 +2,5 @@
 
 from collections.abc import Callable
 
-Job = Callable[[], None]
+EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: it was asked to stop before its end, and what it has is kept
+Job = Callable[[], int | None]  # an exit code; None is 0

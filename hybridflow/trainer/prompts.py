@@ -5,7 +5,10 @@ Owns turning the block into records and loaders. Every rank makes the same ones;
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from hybridflow.config.schema import Config, TaskConfig
 from hybridflow.config.words import DataSource
@@ -28,7 +31,17 @@ def require_same(world: World, records: Sequence[PromptRecord], advice: str = FI
     Raises:
         ValueError: the ranks that differ from rank 0, and the advice.
     """
-    marks = share_json(world, fingerprint(records))
+    require_equal(world, fingerprint(records), advice)
+
+
+def require_equal(world: World, value: Any, advice: str) -> None:
+    """Every rank holds the same `value`, which is made of what JSON knows. Collective.
+
+    Raises:
+        ValueError: the ranks that differ from rank 0, and the advice.
+    """
+    digest = hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+    marks = share_json(world, digest)
     odd = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if odd:
         raise ValueError(f"ranks {odd} have other prompts than rank 0: {advice}")
