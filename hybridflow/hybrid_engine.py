@@ -94,7 +94,8 @@ class HybridEngine:
         if train.grads.sharded:
             shares = share_map(train.shard_map, train.grads.layout(), train.mesh, train.grads.sharded)
             self.after_step = route(shares, with_training(self.home.shard_map, train.shard_map))
-        runner = make_runner(self.stage, mesh, owns_weights=weights is WeightMode.PACKED)
+        runner = make_runner(self.stage, mesh, owns_weights=weights is WeightMode.PACKED,
+                             batch_invariant=train.options.batch_invariant)
         self.generator = Generator(self.stage, mesh, model, runner, limits, decode)
         self.last_report = ReshardReport(0.0, 0, 0, 0)
         self._settle = settle_device(mesh.device)
