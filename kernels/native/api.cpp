@@ -1,4 +1,5 @@
-// C entry points of the team and of products. Each takes a dtype code (types.h) and calls the template; no arithmetic here.
+// C entry points of the team and of products. Each takes a dtype code (types.h) and calls the template; no arithmetic
+// here.
 #include <pthread.h>
 #include <sys/mman.h>
 
@@ -66,7 +67,8 @@ size_t hf_packed_bytes(int dtype, long n, long k) {
 void hf_huge_pages(void* memory, size_t bytes) {
 #if defined(MADV_HUGEPAGE)
     constexpr uintptr_t kPage = 2 << 20;
-    const uintptr_t first = ((uintptr_t)memory + kPage - 1) / kPage * kPage, last = ((uintptr_t)memory + bytes) / kPage * kPage;
+    const uintptr_t first = ((uintptr_t)memory + kPage - 1) / kPage * kPage;
+    const uintptr_t last = ((uintptr_t)memory + bytes) / kPage * kPage;
     if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
 #else
     (void)memory, (void)bytes;

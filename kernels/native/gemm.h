@@ -1,14 +1,15 @@
-// Products of activations with packed weights, y = x W^T + b. Owns the packed layout and who computes what of a product;
-// never starts a thread: a caller gives each thread its share and has the barrier after it.
+// Products of activations with packed weights, y = x W^T + b. Owns the packed layout and who computes what of a
+// product; never starts a thread: a caller gives each thread its share and has the barrier after it.
 //
 // Batch invariance by construction: y[i, j] is one chain of fused multiply-adds over k in ascending order from zero,
-// whichever rows stand beside row i, however many threads there are. With `segments` S > 1, k is cut into S equal parts,
-// each has its own chain, and the S sums are added in adjacent pairs, the results again in pairs, and so on (a balanced
-// binary tree): k cut over tp ranks (tp | S, S / tp a power of two) and summed by the same tree gives the same bits.
+// whichever rows stand beside row i, however many threads there are. With `segments` S > 1, k is cut into S equal
+// parts, each has its own chain, and the S sums are added in adjacent pairs, the results again in pairs, and so on (a
+// balanced binary tree): k cut over tp ranks (tp | S, S / tp a power of two) and summed by the same tree gives the same
+// bits.
 // The bias is added last, then the sum is rounded once if Out is bf16.
 //
 // Packed layout of a weight [n, k]: panels of NR columns of the output, one after another, a panel is [k][NR] numbers,
-// missing columns zero. bf16 pairs two k: [ceil(k / 2)][NR][2], so that one load serves two k (shift and mask, or vdpbf16ps).
+// missing columns zero. bf16 pairs two k: [ceil(k / 2)][NR][2], so that one load serves two k (a shift and a mask).
 #pragma once
 
 #include <cstdlib>
@@ -24,8 +25,8 @@ template <class T> inline size_t packed_bytes(long n, long k) {
     return size_t(num_panels<T>(n)) * panel_numbers<T>(k) * sizeof(T);
 }
 
-// One panel from `columns` contiguous rows of w. `Unit` is a number, or the pair of bf16 that stays together; two units in a
-// row of w lie NR units apart in the panel. Blocks of kBlockK units keep what is written in the first-level cache.
+// One panel from `columns` contiguous rows of w. `Unit` is a number, or the pair of bf16 that stays together; two units
+// in a row of w lie NR units apart in the panel. Blocks of kBlockK units keep what is written in the first-level cache.
 template <class Unit, int NR>
 inline void transpose_panel(const Unit* from, long columns, long units, long row_stride, Unit* to) {
     long block = 0;
@@ -43,7 +44,8 @@ inline void transpose_panel(const Unit* from, long columns, long units, long row
             std::memcpy(to + block * NR + j, (const char*)from + (j * row_stride + block) * sizeof(Unit), sizeof(Unit));
 }
 
-// This thread's share of packing w[j * row_stride + i * col_stride], j < n, i < k, into `out` (packed_bytes, 64-aligned).
+// This thread's share of packing w[j * row_stride + i * col_stride], j < n, i < k, into `out` (packed_bytes, on a
+// cache line).
 // Panel p becomes panel p * step + offset of `out`: two weights of equal shape interleave with step 2, offsets 0 and 1
 // (then `out` has twice the bytes), as `gemm_pair_part` wants them.
 template <class T>
@@ -107,7 +109,7 @@ inline Rectangle rectangle_of(int thread, int threads, long m, long panels, long
     return {share_of(m, thread % best, best), {share.first * unit, std::min(panels, share.last * unit)}};
 }
 
-// Sums of a tile with segments: the sums of aligned runs of 2^j segments wait on a stack until their neighbour is there.
+// Sums of a tile with segments: sums of aligned runs of 2^j segments wait on a stack until their neighbour is there.
 template <class T>
 void segmented_tile(Tile<T> compute, const Compute<T>* x, const T* w, long panel_stride, long k, int segments,
                     Ahead ahead, Compute<T>* out, int rows, int columns, long out_stride) {
@@ -116,12 +118,14 @@ void segmented_tile(Tile<T> compute, const Compute<T>* x, const T* w, long panel
     struct Level { alignas(64) C sums[kTileRows * kPanel<T>]; };
     Level stack[kDepth];
     int depth = 0;
+    const long part = k / segments;
     auto merge = [&] {
         --depth;
         for (int i = 0; i < rows * columns; ++i) stack[depth - 1].sums[i] += stack[depth].sums[i];
     };
     for (int segment = 0; segment < segments; ++segment) {
-        compute(x, w, panel_stride, k / segments * segment, k / segments * (segment + 1), ahead, stack[depth++].sums, columns);
+        compute(x, w, panel_stride, part * segment, part * (segment + 1), ahead, stack[depth++].sums, columns);
+        if (ahead.next != nullptr) ahead.next += part / kStep * ahead.lines * 64;
         for (int ended = segment; ended & 1; ended >>= 1) merge();
     }
     while (depth > 1) merge();
@@ -129,8 +133,9 @@ void segmented_tile(Tile<T> compute, const Compute<T>* x, const T* w, long panel
 }
 
 // The general product. This thread's share of the sums x W^T (m rows, num_panels panels of `packed`); they come to
-// `epilogue(row, panel, sums)` as soon as they are made: `sums` are the Unit * NR sums of that row in the Unit panels from
-// `panel` (a multiple of Unit), 64-aligned, columns past n zero.
+// `epilogue(row, panel, sums)` as soon as they are made: `sums` are the Unit * NR sums of that row in the Unit panels
+// from `panel` (a multiple of Unit), columns past n zero. What a step does next to single rows of an answer (a residual
+// sum, say) can be an epilogue.
 template <class T, int Unit, class Epilogue>
 void gemm_sums(int thread, int threads, const T* x, long m, long x_stride, const void* packed, long num_panels, long k,
                int segments, Epilogue&& epilogue) {
@@ -150,29 +155,30 @@ void gemm_sums(int thread, int threads, const T* x, long m, long x_stride, const
                          arranged + blocked_numbers(share.first, k));
         }
         const int group = std::max(Unit, panels_at_once(int((rows + blocks - 1) / blocks)));
+        // While the blocks of rows pass over a panel, each fetches its part of the one that follows.
+        const int lines = (kStepLines<T> + blocks - 1) / blocks;
         for (long panel = mine.panels.first; panel < mine.panels.last; panel += group) {
             const int here = int(std::min<long>(group, mine.panels.last - panel));
             for (int block = 0; block < blocks; ++block) {
                 const Share share = share_of(rows, block, blocks);
                 const int count = int(share.last - share.first);
+                const C* block_rows = arranged + blocked_numbers(share.first, k);
                 alignas(64) C sums[kTileRows * NR * std::max(2, Unit)];
-                for (int done = 0; done < here;) {
+                for (int done = 0, width; done < here; done += width) {
                     const int most = std::min(here - done, panels_at_once(count));
-                    const int width = most >= 4 ? 4 : most >= 2 ? 2 : 1;
-                    const Tile<T> compute = (width == 4 ? kTiles<T, 4> : width == 2 ? kTiles<T, 2> : kTiles<T, 1>)[count - 1];
+                    width = most >= 4 ? 4 : most >= 2 ? 2 : 1;
+                    const Tile<T> compute = tile_of<T>(count, width);
                     const T* w = (const T*)packed + (panel + done) * stride;
-                    // While the blocks of rows pass over this panel, each fetches its part of the next.
-                    const int lines = (kStepLines<T> + blocks - 1) / blocks;
-                    const char* next = blocks == 1 ? nullptr : (const char*)(w + group * stride) + block * (k / kStep) * lines * 64;
-                    const Ahead ahead{next, lines};
-                    const C* xs = arranged + blocked_numbers(share.first, k);
-                    if (segments == 1) compute(xs, w, stride, 0, k, ahead, sums + done * NR, here * NR);
-                    else segmented_tile<T>(compute, xs, w, stride, k, segments, ahead, sums + done * NR, count, width * NR, here * NR);
-                    done += width;
+                    const char* next = (const char*)(w + group * stride) + block * (k / kStep) * lines * 64;
+                    const Ahead ahead{blocks == 1 ? nullptr : next, lines};
+                    C* out = sums + done * NR;
+                    if (segments == 1) compute(block_rows, w, stride, 0, k, ahead, out, here * NR);
+                    else segmented_tile<T>(compute, block_rows, w, stride, k, segments, ahead, out, count, width * NR,
+                                           here * NR);
                 }
                 for (int row = 0; row < count; ++row)
                     for (int done = 0; done < here; done += Unit)
-                        epilogue(first + share.first + row, panel + done, sums + row * here * NR + done * NR);
+                        epilogue(first + share.first + row, panel + done, sums + (row * here + done) * NR);
             }
         }
     }
@@ -191,7 +197,8 @@ template <class T, class Out> void finish_sums(const Compute<T>* sums, const T* 
     for (; j < count; ++j) narrow(bias != nullptr ? sums[j] + widen(bias[j]) : sums[j], to[j]);
 }
 
-// This thread's share of y = x W^T + b for m rows of x (x_stride numbers apart); Out is T or Compute<T>. k % segments == 0.
+// This thread's share of y = x W^T + b for m rows of x (x_stride numbers apart). Out is T or Compute<T>; k is a
+// multiple of segments.
 template <class T, class Out>
 void gemm_part(int thread, int threads, const T* x, long m, long x_stride, const void* packed, const T* bias, long n,
                long k, int segments, Out* y, long y_stride) {
@@ -199,14 +206,15 @@ void gemm_part(int thread, int threads, const T* x, long m, long x_stride, const
     gemm_sums<T, 1>(thread, threads, x, m, x_stride, packed, num_panels<T>(n), k, segments,
                     [=](long row, long panel, const Compute<T>* sums) {
         const long column = panel * NR;
-        finish_sums<T>(sums, bias == nullptr ? nullptr : bias + column, std::min(NR, n - column), y + row * y_stride + column);
+        finish_sums<T>(sums, bias == nullptr ? nullptr : bias + column, std::min(NR, n - column),
+                       y + row * y_stride + column);
     });
 }
 
 // This thread's share of two products of the same x whose answers are wanted side by side (gate and up of a gated
 // feed-forward): `packed` has both weights [n, k], panels in turn (`pack_part` with step 2, offsets 0 and 1). Calls
-// combine(row, column, count, const T* first, const T* second) with both answers for `count` columns from `column`, rounded
-// to T, the same bits as of `gemm_part`; they are never written anywhere else. Biases may be null.
+// combine(row, column, count, const T* first, const T* second) with both answers for `count` columns from `column`,
+// rounded to T, the same bits as of `gemm_part`; they are never written anywhere else. Biases may be null.
 template <class T, class Combine>
 void gemm_pair_part(int thread, int threads, const T* x, long m, long x_stride, const void* packed, const T* first_bias,
                     const T* second_bias, long n, long k, Combine&& combine) {

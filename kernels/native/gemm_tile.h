@@ -1,8 +1,8 @@
-// The inner loop of a product: a tile of R rows by P panels of a packed weight over a range of k, all sums in registers.
-// Owns the order of the additions; knows nothing of threads, memory or what becomes of the sums.
+// The inner loop of a product: a tile of R rows by P panels of a packed weight over a range of k, all sums in
+// registers. Owns the order of the additions; knows nothing of threads, memory or what becomes of the sums.
 //
-// Rows come re-ordered (`arrange_rows`): [ceil(k / kBlockK)][R][kBlockK] numbers of the compute type, so that a tile reads
-// one stream whatever the stride of x was (12 rows 4 KiB apart would fight for one set of the first-level cache).
+// Rows come re-ordered (`arrange_rows`): [ceil(k / kBlockK)][R][kBlockK] numbers of the compute type, so that a tile
+// reads one stream whatever the stride of x was (12 rows 4 KiB apart would fight for one set of the first-level cache).
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,8 @@ constexpr int panels_at_once(int rows) {
 constexpr int kStep = 4;
 constexpr int kFewRows = 4;
 constexpr int kNear = 4096;  // bytes
-template <class T> constexpr int kStepLines = kStep * kPanel<T> * int(sizeof(T)) / 64;  // cache lines of a panel in kStep k
+// Cache lines of a panel in kStep k.
+template <class T> constexpr int kStepLines = kStep * kPanel<T> * int(sizeof(T)) / 64;
 
 template <class T> inline long panel_numbers(long k) { return (sizeof(T) == 2 ? (k + 1) / 2 * 2 : k) * kPanel<T>; }
 
@@ -55,14 +56,15 @@ template <class T, int P>
 inline __attribute__((always_inline)) void columns_at(const T* w, long panel_stride, Columns<T, P>& out) {
 #pragma GCC unroll 8
     for (int c = 0; c < P * kPanelVectors; ++c)
-        out[c] = load_wide(w + c / kPanelVectors * panel_stride + c % kPanelVectors * kLanes<T>);
+        out[c] = load_wide(w + c / kPanelVectors * panel_stride + c % kPanelVectors * kLanes<Compute<T>>);
 }
 template <int P>
 inline __attribute__((always_inline)) void pair_at(const bf16* w, long panel_stride, Columns<bf16, P>& even,
                                                    Columns<bf16, P>& odd) {
 #pragma GCC unroll 8
     for (int c = 0; c < P * kPanelVectors; ++c) {
-        auto both = load<Vector<uint32_t>>(w + c / kPanelVectors * panel_stride + c % kPanelVectors * 2 * kLanes<float>);
+        const bf16* from = w + c / kPanelVectors * panel_stride + c % kPanelVectors * 2 * kLanes<float>;
+        auto both = load<Vector<uint32_t>>(from);
         even[c] = (Vector<float>)(both << 16);
         odd[c] = (Vector<float>)(both & 0xffff0000u);
     }
@@ -76,8 +78,8 @@ inline __attribute__((always_inline)) void add_products(const C* x, const Vector
         for (int c = 0; c < P * kPanelVectors; ++c) sums[row][c] += x[row * kBlockK] * columns[c];
 }
 
-// What a tile fetches meanwhile: `lines` cache lines from `next` on at every kStep of k. A null `next`: the only pass over
-// this panel, which leaves no time for the next one; the tile looks kNear bytes ahead in its own.
+// What a tile fetches meanwhile: `lines` cache lines from `next` on at every kStep of k. A null `next`: the only pass
+// over this panel, which leaves no time for the next one; the tile looks kNear bytes ahead in its own.
 struct Ahead {
     const char* next;
     int lines;
@@ -119,7 +121,8 @@ __attribute__((noinline)) void tile(const Compute<T>* x, const T* w, long panel_
                 if (near)
 #pragma GCC unroll 16
                     for (int line = 0; line < P * kStepLines<T> / 2; ++line)
-                        __builtin_prefetch((const char*)(ws + j * NR + line % P * panel_stride) + line / P * 64 + kNear);
+                        __builtin_prefetch((const char*)(ws + j * NR + line % P * panel_stride) + kNear +
+                                           line / P * 64);
                 Columns<T, P> columns, other;
                 if constexpr (sizeof(T) == 2) {
                     pair_at<P>(ws + j * NR, panel_stride, columns, other);
@@ -142,10 +145,14 @@ __attribute__((noinline)) void tile(const Compute<T>* x, const T* w, long panel_
 template <class T>
 using Tile = void (*)(const Compute<T>*, const T*, long, long, long, Ahead, Compute<T>*, long);
 
-template <class T, int P, int... Rows> constexpr std::array<Tile<T>, sizeof...(Rows)> tiles(std::integer_sequence<int, Rows...>) {
+template <class T, int P, int... Rows>
+constexpr std::array<Tile<T>, sizeof...(Rows)> tiles(std::integer_sequence<int, Rows...>) {
     return {tile<T, Rows + 1, P <= panels_at_once(Rows + 1) ? P : panels_at_once(Rows + 1)>...};
 }
-// kTiles<T, P>[rows - 1]: the tile of that many rows and P panels, P <= panels_at_once(rows).
 template <class T, int P> inline constexpr auto kTiles = tiles<T, P>(std::make_integer_sequence<int, kTileRows>());
+// The tile of that many rows and panels (4, 2 or 1), panels <= panels_at_once(rows).
+template <class T> inline Tile<T> tile_of(int rows, int panels) {
+    return (panels == 4 ? kTiles<T, 4> : panels == 2 ? kTiles<T, 2> : kTiles<T, 1>)[rows - 1];
+}
 
 }  // namespace hf

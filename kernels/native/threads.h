@@ -1,8 +1,9 @@
-// A team of threads that runs one function at a time and meets at barriers. Owns its workers; knows nothing of what runs.
+// A team of threads that runs one function at a time and meets at barriers. Owns its workers; knows nothing of what
+// runs.
 //
-// A token's step is some hundred short pieces of work, so handing one over must cost about a microsecond; and a team that
-// waits for the rest of the program must not burn a core. Both ends wait the same way: spin for kSpin, then sleep on a
-// futex (std::atomic::wait).
+// A token's step is some hundred short pieces of work, so handing one over must cost about a microsecond; and a team
+// that waits for the rest of the program must not burn a core. Both ends wait the same way: spin for kSpin, then sleep
+// on a futex (std::atomic::wait).
 #pragma once
 
 #include <atomic>
@@ -10,6 +11,7 @@
 #include <cstdint>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace hf {

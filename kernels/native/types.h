@@ -1,7 +1,8 @@
 // Storage and compute types, vectors of the host's width, and exact conversions. Owns no memory and no threads.
 //
-// T is how numbers are stored (float, bf16, double); Compute<T> is what arithmetic is done in: float for float and bf16,
-// double for double. Vectors are GCC / Clang vector extensions, so that one source compiles for AVX-512, AVX2 and NEON.
+// T is how numbers are stored (float, bf16, double); Compute<T> is what arithmetic is done in: float for float and
+// bf16, double for double. Vectors are GCC / Clang vector extensions, so that one source compiles for AVX-512, AVX2 and
+// NEON.
 #pragma once
 
 #include <cstddef>
