@@ -20,9 +20,11 @@ from hybridflow.config.schema import Config, OptimizerConfig
 from hybridflow.config.words import AlgorithmName, KLWhere
 from hybridflow.engine.native import ForwardEngine, TrainEngine
 from hybridflow.engine.options import EngineOptions
-from hybridflow.generation.engine import GenerationLimits, Generator
+from hybridflow.generation.engine import Generator
+from hybridflow.generation.limits import GenerationLimits
 from hybridflow.generation.records import SamplingParams
-from hybridflow.generation.weight_layout import lay_out_for_decoding
+from hybridflow.generation.runners import make_runner
+from hybridflow.generation.work_source import Balance
 from hybridflow.hybrid_engine import HybridEngine, generation_grid, generation_stage
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.hf_import import load_hf
@@ -86,8 +88,10 @@ class Builder:
         storages = {name: param.data for name, param in stage.named_parameters()}
         shard_map = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
         load_hf(self.config.model.path, storages, shard_map, self.world.rank)
-        lay_out_for_decoding(stage)
-        return Generator(stage, mesh, model, self._limits), mesh
+        runner = make_runner(stage, mesh, owns_weights=True, batch_invariant=self.config.generation.batch_invariant)
+        generator = Generator(stage, mesh, model, runner, self._limits, self.inputs.tokenizer.decode)
+        generator.wake()
+        return generator, mesh
 
     def hybrid(self, actor: TrainedRole) -> HybridEngine:
         """The actor's generator, on the ranks that have to receive least."""
@@ -97,7 +101,13 @@ class Builder:
         return HybridEngine(actor.trainer, Mesh(grid, self.world),
                             bucket_bytes=self.config.generation.reshard_bucket_mb * MIB,
                             limits=self._limits, weights=weight_mode(self.config, self.dtype, self.world.device),
-                            check=ReshardCheck(self.config.generation.reshard_check.value))
+                            check=ReshardCheck(self.config.generation.reshard_check.value),
+                            decode=self.inputs.tokenizer.decode)
+
+    @property
+    def balance(self) -> Balance:
+        """How replicas come to their prompts."""
+        return Balance(self.config.generation.balance.value)
 
     def rewards(self) -> FunctionRewards | ModelRewards:
         """The reward model if there is one, else the reward function."""
@@ -183,7 +193,7 @@ class Builder:
     @property
     def _limits(self) -> GenerationLimits:
         generation = self.config.generation
-        limits = GenerationLimits(max_prefill_tokens=generation.max_step_tokens)
+        limits = GenerationLimits(max_step_tokens=generation.max_step_tokens)
         if generation.kv_cache_mb is not None:
             limits = replace(limits, max_cache_bytes=generation.kv_cache_mb * MIB)
         return limits if generation.max_rows is None else replace(limits, max_batch_rows=generation.max_rows)

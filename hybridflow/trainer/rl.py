@@ -56,7 +56,8 @@ class RLTrainer:
         actor = builder.actor(updates, self.config.generation.temperature)
         return Roles(
             actor,
-            Sampler(builder.hybrid(actor), self.config.train.seed, self.timer, self.trace.lane(TraceCategory.RESHARD)),
+            Sampler(builder.hybrid(actor), self.config.train.seed, self.timer, self.trace.lane(TraceCategory.RESHARD),
+                    builder.balance),
             builder.rewards(),
             critic=builder.critic(updates) if Role.CRITIC in wanted else None,
             reference=builder.reference() if Role.REFERENCE in wanted else None,

@@ -1,11 +1,11 @@
-"""Rollouts: prompts dealt to the generation replicas, completions made into a Batch.
+"""Rollouts: prompts given to the generation replicas, completions made into a Batch.
 
-Owns who generates which rows and who keeps them. It never scores and never trains.
+Owns who keeps which rows: ranks of the replica that generated them. It never scores and never trains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from hybridflow.batch import Batch, RowsOfRank
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.engine import Generator
 from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
+from hybridflow.generation.work_source import Balance, OwnShare, SharedQueue
 from hybridflow.hybrid_engine import HybridEngine
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.observe.phases import Phase, PhaseTimer
@@ -48,13 +49,14 @@ class Rollout:
 class Sampler:
     """The actor as it answers: reshard, generate, free. Every call is collective and takes the same prompts everywhere.
 
-    Row `i * samples + j` is sample j of prompt i. A replica generates consecutive prompts, and its tensor ranks share
-    the rows out among themselves as homes.
+    Row `i * samples + j` is sample j of prompt i. The ranks of a replica share the rows that it generated out among
+    themselves as homes.
     """
 
-    def __init__(self, hybrid: HybridEngine, seed: int, timer: PhaseTimer, lane: Lane) -> None:
+    def __init__(self, hybrid: HybridEngine, seed: int, timer: PhaseTimer, lane: Lane,
+                 balance: Balance = Balance.OWN) -> None:
         """`lane` gets a span for each reshard."""
-        self.hybrid, self.seed, self.timer, self.lane = hybrid, seed, timer, lane
+        self.hybrid, self.seed, self.timer, self.lane, self.balance = hybrid, seed, timer, lane, balance
         self._timed = ExitStack()  # the phase and the span of a reshard under way
 
     @property
@@ -69,7 +71,8 @@ class Sampler:
                 with train.on_device(), self.timer.phase(Phase.RESHARD), self.lane.span("reshard"):
                     self.hybrid.fill()
             rollout = answer(self.hybrid.generator, self.hybrid.mesh, prompts, params, samples=samples, seed=self.seed,
-                             version=train.version, dtype=torch.promote_types(train.options.dtype, torch.float32))
+                             version=train.version, dtype=torch.promote_types(train.options.dtype, torch.float32),
+                             balance=self.balance)
             self.hybrid.free()
         return rollout
 
@@ -101,42 +104,76 @@ class Sampler:
 
 
 def answer(generator: Generator, mesh: Mesh, prompts: Sequence[TokenisedPrompt], params: SamplingParams, *,
-           samples: int, seed: int, version: int | None, dtype: torch.dtype) -> Rollout:
+           samples: int, seed: int, version: int | None, dtype: torch.dtype, balance: Balance = Balance.OWN) -> Rollout:
     """Let the replicas of `mesh` answer `prompts` under the weights of `version` (None: whatever they are). Collective.
 
     `dtype` is that of the log-probs.
     """
-    grid, world = mesh.grid, mesh.world
-    replicas = split_rows(range(len(prompts)), grid.layout.dp)
-    rows_of_replica = [tuple(p * samples + j for p in share for j in range(samples)) for share in replicas]
-    my_rows = rows_of_replica[mesh.coord.dp]
-    requests = [Prompt(prompts[row // samples].id, row % samples, prompts[row // samples].ids) for row in my_rows]
-    completions = generator.generate(requests, params, seed, expected_version=version)
-    home = _homes(grid, world, rows_of_replica)
-    by_row = dict(zip(my_rows, completions))
-    return _as_batch([by_row[row] for row in home[world.rank]], home, world, prompts, samples, dtype)
-
-
-def _homes(grid: Grid, world: World, rows_of_replica: list[tuple[int, ...]]) -> RowsOfRank:
-    places = [grid.coord(rank) for rank in range(world.size)]
-    return tuple(split_rows(rows_of_replica[at.dp], grid.layout.tp)[at.tp] for at in places)
-
-
-def _as_batch(mine: list[Completion], home: RowsOfRank, world: World, prompts: Sequence[TokenisedPrompt],
-              samples: int, dtype: torch.dtype) -> Rollout:
-    table = torch.zeros(2, len(prompts) * samples, dtype=torch.int64, device=world.device)
-    rows = list(home[world.rank])
-    table[0, rows] = torch.tensor([len(c.response_ids) for c in mine], dtype=torch.int64, device=world.device)
-    table[1, rows] = torch.tensor([c.finish_reason is FinishReason.STOP for c in mine], dtype=torch.int64,
-                                  device=world.device)
-    lengths, stopped = sum_over_world(table, world).tolist()
-    log_probs = torch.tensor([p for c in mine for p in c.log_probs], dtype=dtype, device=world.device)
+    requests = [Prompt(prompt.id, sample, prompt.ids) for prompt in prompts for sample in range(samples)]
+    by_row = complete(generator, mesh, requests, params, seed=seed, version=version, balance=balance)
+    answered = Answered.exchanged(mesh, len(requests), by_row)
+    home = answered.homes(mesh.grid)
+    mine = [by_row[row] for row in home[mesh.world.rank]]
     batch = Batch(
-        prompt_lengths=tuple(len(prompt.ids) for prompt in prompts for _ in range(samples)),
-        response_lengths=tuple(lengths),
+        prompt_lengths=tuple(len(request.ids) for request in requests),
+        response_lengths=answered.lengths,
         groups=tuple(group for group in range(len(prompts)) for _ in range(samples)),
         home=home,
         samples=tuple(Sample(c.prompt_ids, c.response_ids) for c in mine),
-        columns=TokenColumns(rollout_log_probs=log_probs),
+        columns=TokenColumns(rollout_log_probs=torch.tensor([p for c in mine for p in c.log_probs], dtype=dtype,
+                                                            device=mesh.device)),
     )
-    return Rollout(batch, sum(stopped))
+    return Rollout(batch, answered.finished)
+
+
+def complete(generator: Generator, mesh: Mesh, requests: Sequence[Prompt], params: SamplingParams, *, seed: int,
+             version: int | None = None, balance: Balance = Balance.OWN,
+             interrupt: Callable[[], bool] | None = None) -> dict[int, Completion]:
+    """Completions that this replica of `mesh` made, by the place of their request, on all of its ranks. Collective.
+
+    Args:
+        requests: the same on all replicas.
+        version, interrupt: as `Generator.generate` has them. Interrupted, requests that no replica has begun are
+            nowhere.
+    """
+    replicas = mesh.layout.dp
+    if balance is Balance.SHARED and replicas > 1:
+        source = SharedQueue(requests, params, replicas, mesh.world.count())
+    else:
+        source = OwnShare(requests, params, replicas, mesh.coord.dp)
+    completions = generator.generate(requests, params, seed, expected_version=version, source=source,
+                                     interrupt=interrupt)
+    return dict(zip(sorted(source.taken), completions, strict=True))
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What every rank must know of the answers, wherever they are.
+
+    Attributes:
+        replica, lengths: of each row: who generated it, and tokens of its response.
+        finished: rows that ended at a stop token.
+    """
+
+    replica: tuple[int, ...]
+    lengths: tuple[int, ...]
+    finished: int
+
+    @classmethod
+    def exchanged(cls, mesh: Mesh, num_rows: int, by_row: Mapping[int, Completion]) -> Answered:
+        """From what each replica has, which all of its ranks do. Collective."""
+        table = torch.zeros(4, num_rows, dtype=torch.int64)
+        if (mesh.coord.tp, mesh.coord.pp) == (0, 0):  # one rank speaks for the replica
+            told = [(1, mesh.coord.dp, len(c.response_ids), c.finish_reason is FinishReason.STOP)
+                    for c in by_row.values()]
+            table[:, list(by_row)] = torch.tensor(told, dtype=torch.int64).view(-1, 4).T
+        answers, replica, lengths, stopped = sum_over_world(table.to(mesh.device), mesh.world).tolist()
+        assert set(answers) <= {1}, "a prompt was handed out never, or twice"
+        return cls(tuple(replica), tuple(lengths), sum(stopped))
+
+    def homes(self, grid: Grid) -> RowsOfRank:
+        """Each replica's rows, in order and evenly, over its stages and their tensor ranks."""
+        tp, pp, dp = grid.layout.tp, grid.layout.pp, grid.layout.dp
+        rows_of = [[row for row, who in enumerate(self.replica) if who == replica] for replica in range(dp)]
+        shares = [split_rows(rows, pp * tp) for rows in rows_of]
+        return tuple(shares[at.dp][at.pp * tp + at.tp] for at in map(grid.coord, range(grid.layout.size)))

@@ -13,22 +13,22 @@ from tests.trainer.runs import VOCAB, make_tokenizer, run_steps, tiny_config
 
 TIMES = ("time/", "perf/", "reshard/", "train/reduced")  # depend on layout or machine
 LAYOUTS = [
-    ("train.layout.tp=2", "train.layout.pp=2", "generation.layout.tp=1", "generation.weights=shared"),
+    ("train.layout.tp=2", "train.layout.pp=2", "generation.layout={tp: 1, pp: 2}", "generation.weights=shared"),
     ("train.layout.tp=2", "train.layout.pp=1", "generation.layout.tp=2", "train.zero_stage=0",
      "model.critic.layout={tp: 1, pp: 2}", "model.reference.layout={tp: 4, pp: 1}"),
     ("train.layout.tp=4", "generation.layout.tp=4", "train.layout.sequence_parallel=true",
      "model.critic.layout={tp: 1, pp: 4}"),
-    ("train.layout.pp=4", "generation.layout.tp=2", "generation.weights=shared", "train.schedule=gpipe",
+    ("train.layout.pp=4", "generation.layout={tp: 2, pp: 2}", "generation.weights=shared", "train.schedule=gpipe",
      "train.forward_micro_batch_size=3"),
     ("train.layout.tp=1", "generation.layout.tp=1", "train.micro_batch_size=2", "train.zero_stage=1",
-     "generation.weights=shared", "generation.layout.within_node=false"),
+     "generation.weights=shared", "generation.layout.within_node=false", "generation.balance=shared"),
     ("train.layout={tp: 1, pp: 2, vpp: 2, cp: 2}", "generation.layout.tp=2", "train.schedule=zb-v",
      "train.recompute=selective", "train.offload.roles=true",
      "model.critic.layout={tp: 2, cp: 2, sequence_parallel: true}", "model.reference.layout={tp: 1, pp: 2, cp: 2}"),
     ("train.layout={tp: 2, pp: 2, vpp: 2}", "generation.layout.tp=1", "train.schedule=interleaved",
      "train.micro_batch_tokens=250", "train.recompute=full", "train.recompute_layers=1", "train.reduce_bucket_mb=1",
      "model.critic.layout={tp: 2, pp: 1}"),
-    ("train.layout={tp: 1, pp: 2}", "generation.layout.tp=1", "train.schedule=zb-h1", "train.zero_stage=2",
+    ("train.layout={tp: 1, pp: 2}", "generation.layout.pp=4", "train.schedule=zb-h1", "train.zero_stage=2",
      "train.micro_batch_size=1", "train.forward_micro_batch_tokens=200",
      "train.offload={optimizer: true, roles: true}"),
 ]
