@@ -94,10 +94,16 @@ class Generator:
                                     f"{self.weight_version}: load the weights of this version before generating")
         _check_requests(prompts, params, self._config, self._decode is not None)
         with torch.inference_mode():
+            scheduler = self._ready_scheduler()
             exchange = Exchange(self._mesh, params.draws_raw, self._config.hidden_size, self.stage.dtype)
-            session = Session(self.runner, self._ready_scheduler(), exchange, prompts, params, seed,
+            session = Session(self.runner, scheduler, exchange, prompts, params, seed,
                               self.weight_version, self._config.vocab_size, self._decode, source)
-            return session.run(interrupt)
+            try:
+                return session.run(interrupt)
+            except BaseException:  # what was planned may never have been computed: the next call must not find it
+                scheduler.stop()
+                scheduler.drop_cache()
+                raise
 
     def _ready_scheduler(self) -> Scheduler:
         """The scheduler and the pages; those of the calls before, with the prefixes they have cached, if there are."""

@@ -32,20 +32,36 @@ CONFIGS = {
 }
 
 
+class WholeGenerator(Generator):
+    """It keeps a stage for `full_log_probs`: runners take the weights of the one that they execute.
+
+    Attributes:
+        trained: the trainer's view of the same weights.
+    """
+
+    trained: DecoderStage
+
+
 def make_generator(world: World | None = None, layout: Layout = ONE_PROCESS, *, config: ModelConfig = CONFIG,
                    dtype: torch.dtype = torch.float64, seed: int = 0, owns_weights: bool = True,
-                   **limits: Any) -> Generator:
+                   **limits: Any) -> WholeGenerator:
     """`owns_weights` False: the stage is left as it is, to be lent others' weights."""
-    world = world or World.single(torch.device("cpu"))
-    mesh = Mesh(Grid.of(layout), world)
-    chunks = Chunks(layout.pp)
-    stage = DecoderStage(config, mesh, Head.LANGUAGE_MODEL, chunks=chunks,
-                         chunk_layers=chunk_layers(config.num_layers, chunks), sequence_parallel=False, dtype=dtype)
-    set_weights(stage, mesh.grid, world.rank, config, seed)
+    mesh = Mesh(Grid.of(layout), world or World.single(torch.device("cpu")))
+    stage = make_stage(mesh, config, dtype, seed)
     runner = make_runner(stage, mesh, owns_weights=owns_weights)
-    generator = Generator(stage, mesh, config, runner, GenerationLimits(**limits))
+    generator = WholeGenerator(stage, mesh, config, runner, GenerationLimits(**limits))
+    generator.trained = make_stage(mesh, config, dtype, seed)
     generator.wake()
     return generator
+
+
+def make_stage(mesh: Mesh, config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float64,
+               seed: int = 0) -> DecoderStage:
+    chunks = Chunks(mesh.layout.pp)
+    stage = DecoderStage(config, mesh, Head.LANGUAGE_MODEL, chunks=chunks,
+                         chunk_layers=chunk_layers(config.num_layers, chunks), sequence_parallel=False, dtype=dtype)
+    set_weights(stage, mesh.grid, mesh.world.rank, config, seed)
+    return stage
 
 
 def set_weights(stage: DecoderStage, grid: Grid, rank: int, config: ModelConfig, seed: int) -> None:
@@ -65,11 +81,11 @@ def make_prompts(lengths: list[int], samples: int = 1, vocab_size: int = 37) -> 
     return [Prompt(100 + i, sample, ids) for i, ids in enumerate(rows) for sample in range(samples)]
 
 
-def full_log_probs(generator: Generator, completion: Completion, temperature: float = 1.0) -> list[float]:
+def full_log_probs(generator: WholeGenerator, completion: Completion, temperature: float = 1.0) -> list[float]:
     """What the trainer computes for the response tokens, without any cache."""
     batch = MicroBatch.pack([Sample(completion.prompt_ids, completion.response_ids)], device=torch.device("cpu"))
     with torch.no_grad():
-        return generator.stage(batch.input_ids, batch, temperature=temperature).log_probs.tolist()
+        return generator.trained(batch.input_ids, batch, temperature=temperature).log_probs.tolist()
 
 
 def assert_same(one: list[Completion], other: list[Completion], tolerance: float = 1e-9) -> None:

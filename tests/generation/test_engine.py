@@ -7,9 +7,9 @@ import torch
 from hybridflow.generation import engine
 from hybridflow.generation.blocks import BLOCK_TOKENS
 from hybridflow.generation.engine import StaleWeightsError
-from hybridflow.generation.random import stream_keys, uniforms
+from hybridflow.generation.random import stream_keys
 from hybridflow.generation.records import Begun, Completion, FinishReason, Prompt, SamplingParams
-from hybridflow.generation.sampling import sample_tokens
+from hybridflow.generation.sampling import Sampler
 from hybridflow.models.attention import PackedCausal
 from tests.generation.small_model import (
     CONFIG,
@@ -25,7 +25,8 @@ LENGTHS = [1, 9, 2, 40, 41, 9, 17, 70]
 PARAMS = SamplingParams(max_new_tokens=24, temperature=0.8, stop_ids=(2, 9))
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+# Weights are 15 times as large as a real start: fp32 training alone is up to 2e-5 away from fp64 here.
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 3e-5)])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_cached_log_probs_equal_the_full_forward(family, dtype, tolerance):
     generator = make_generator(config=CONFIGS[family], dtype=dtype, max_batch_rows=9)
@@ -50,17 +51,17 @@ def test_unwritten_memory_is_never_read(poisoned_memory):
 
 def test_token_i_is_draw_i_of_its_own_stream():
     """A sampler without a cache or a batch: the whole sequence again for every token."""
-    generator = make_generator()
+    generator, sampler = make_generator(), Sampler(replace(PARAMS, top_k=20), CONFIG.vocab_size)
     for prompt in make_prompts([1, 9], samples=2):
         completion, = generator.generate([prompt], replace(PARAMS, top_k=20), seed=11)
         key = stream_keys(11, torch.tensor([prompt.id]), torch.tensor([prompt.sample]))
         ids = list(prompt.ids)
         for i, token in enumerate(completion.response_ids):
             with torch.no_grad():
-                hidden = generator.stage.forward_hidden(torch.tensor(ids), torch.arange(len(ids)),
-                                                        PackedCausal((len(ids),), torch.device("cpu")))
-                logits = generator.stage.logits(hidden[-1:])
-            drawn, _ = sample_tokens(logits, uniforms(key, torch.tensor([i])), replace(PARAMS, top_k=20))
+                hidden = generator.trained.forward_hidden(torch.tensor(ids), torch.arange(len(ids)),
+                                                          PackedCausal((len(ids),), torch.device("cpu")))
+                logits = generator.trained.logits(hidden[-1:])
+            drawn = sampler.choose(logits, key, torch.tensor([i])).tokens
             assert drawn.item() == token
             ids.append(token)
 
@@ -173,7 +174,7 @@ def test_case_18_the_first_stop_token_ends_the_response_and_is_in_it(forced, sto
 def test_case_19_new_weights_and_the_same_prompt_equal_a_fresh_engine():
     generator, prompts = make_generator(seed=0), make_prompts(LENGTHS)
     before = generator.generate(prompts, PARAMS, seed=1)
-    give_weights(make_generator(seed=1).stage, generator.stage)
+    give_weights(make_generator(seed=1).trained, generator.stage)
     generator.wake(1)
     after = generator.generate(prompts, PARAMS, seed=1)
     fresh = make_generator(seed=1).generate(prompts, PARAMS, seed=1)
@@ -188,6 +189,7 @@ def test_stale_weights_are_an_error():
     for version in (0, None):
         with pytest.raises(StaleWeightsError, match=f"expects weight version {version}, but the stage holds None"):
             generator.generate(prompts, PARAMS, seed=1, expected_version=version)
+    give_weights(generator.trained, generator.stage)
     generator.wake(4)
     generator.generate(prompts, PARAMS, seed=1, expected_version=4)
     with pytest.raises(StaleWeightsError, match="expects weight version 5, but the stage holds 4"):
@@ -238,6 +240,23 @@ def test_weights_that_are_not_numbers_are_named():
         generator.generate(make_prompts([4]), PARAMS, seed=0)
 
 
+def test_a_call_that_failed_leaves_nothing_behind():
+    generator, prompts = make_generator(), make_prompts(LENGTHS, samples=2)
+    want = make_generator().generate(prompts, PARAMS, seed=5)
+    calls = iter(range(100))
+
+    def fails() -> bool:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate(prompts, PARAMS, seed=5, interrupt=fails)
+    assert generator.scheduler.used_blocks == 0 and generator.scheduler.is_idle
+    assert_same(generator.generate(prompts, PARAMS, seed=5), want)
+    assert generator.scheduler.stats.prefix_hit_tokens == 0
+
+
 def test_limits_are_checked():
     with pytest.raises(ValueError, match="max_batch_rows is 0; it must be at least 1; max_step_tokens is -1"):
         make_generator(max_batch_rows=0, max_step_tokens=-1)
@@ -279,6 +298,7 @@ def test_a_common_prefix_is_computed_once_until_the_weights_change():
     assert_same([generator.generate([prompt], PARAMS, seed=3)[0] for prompt in prompts], want)
     stats = generator.scheduler.stats
     assert stats.prefix_hit_tokens == 3 * 32 and stats.prefill_tokens == 4 * 34 - 3 * 32
+    give_weights(generator.trained, generator.stage)
     generator.wake(1)
     generator.generate(prompts[:1], PARAMS, seed=3)
     assert generator.scheduler.stats.prefix_hit_tokens == 3 * 32
@@ -292,6 +312,7 @@ def test_an_interrupted_rollout_goes_on_where_it_was():
     done: dict[tuple[int, int], Completion] = {}
     while rows:
         rounds += 1
+        give_weights(generator.trained, generator.stage)
         generator.wake(rounds)
         for row, completion in zip(rows, generator.generate(rows, PARAMS, 5, interrupt=lambda: next(calls) % 5 == 4)):
             done[row.id, row.sample] = completion
