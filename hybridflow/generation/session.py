@@ -254,5 +254,6 @@ def entering(plan: StepPlan) -> Iterator[tuple[int, Running]]:
 def _check_numbers(prompt: Prompt, log_probs: list[float], begun: int) -> None:
     if not all(value == value for value in log_probs):
         place = begun + next(i for i, value in enumerate(log_probs) if value != value)
-        raise FloatingPointError(f"prompt id {prompt.id}, sample {prompt.sample}: the log-prob of response token {place} "
-                                 "is NaN: the model's logits are not finite; check its weights and the learning rate")
+        raise FloatingPointError(f"prompt id {prompt.id}, sample {prompt.sample}: the log-prob of response token "
+                                 f"{place} is NaN: the model's logits are not finite; check its weights and the "
+                                 "learning rate")

@@ -55,7 +55,7 @@ class WeightHome(Protocol):
 
 
 class PackedHome:
-    """A whole copy of the generation shard, which the generator may lay out as it likes: the fastest to compute with."""
+    """A whole copy of the generation shard, which the generator may lay out anew: the fastest to compute with."""
 
     def __init__(self, stage: DecoderStage, shard_map: ShardMap, dtype: torch.dtype, device: torch.device) -> None:
         self.shard_map = shard_map

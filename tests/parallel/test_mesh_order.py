@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hybridflow.generation.engine import Generator
-from hybridflow.generation.runners import make_runner
 from hybridflow.generation.records import Completion, SamplingParams
+from hybridflow.generation.runners import make_runner
 from hybridflow.models.config import Head
 from hybridflow.models.decoder import DecoderStage
 from hybridflow.models.layout import chunk_layers
