@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridflow.generation.runner import StepBatch
-from hybridflow.kernels.native_ops import COMPUTE, DTYPES, PackedWeight, pack, pack_all
-from hybridflow.kernels.native_stage import Stage, StageLayer, Step, stage_library
+from hybridflow.kernels.native_ops import COMPUTE, DTYPES
+from hybridflow.kernels.native_stage import PackedMatrices, Stage, StageLayer, Step, stage_library
 from hybridflow.models.attention import ReplicatedKeyValue
-from hybridflow.models.config import Head
 from hybridflow.models.decoder import DecoderLayer, DecoderStage
 from hybridflow.models.layout import split_heads
 from hybridflow.models.rope import rope_tables
@@ -61,7 +60,9 @@ class NativeRunner:
         self._addresses = addressof(self._record), addressof(self._step)
         self._halves = 2 * len(self._layers)
         self._kept: list[Tensor] = []  # what records point to
-        self._head: PackedWeight | None = None  # on the last stage
+        self._packed: PackedMatrices | None = None
+        self._head = 0  # where the packed head lies, on the last stage
+        self._vocab = self._vocab_rows(tp.index)
         self._pages: tuple[Tensor, Tensor] | None = None
         self._room, self._positions = 0, 0
         self._logits = torch.empty(0, dtype=self._wide)
@@ -74,11 +75,12 @@ class NativeRunner:
     def prepare(self) -> None:
         """Pack all matrices, and take their memory from the stage's parameters: weights exist once."""
         stage, record = self._stage, self._record
-        self._kept, self._head = [], None
+        self._kept = []
+        matrices = [weight.shape for name, weight in stage.named_parameters() if weight.ndim == 2]
+        self._packed = PackedMatrices(matrices, self._dtype)  # a tied embedding stands for its head
         if stage.norm is not None:
             record.final_norm = self._keep(stage.norm.weight)
-            if stage.head_kind is Head.LANGUAGE_MODEL:
-                self._head = pack(stage.head_weight.detach())
+            self._head = self._packed.pack(stage.head_weight.detach())
             if stage.head is not None:
                 _empty(stage.head.weight)
         if stage.embed is not None:
@@ -97,7 +99,7 @@ class NativeRunner:
         self._record.keys, self._record.values = (pages.data_ptr() for pages in self._pages)
 
     def release(self) -> None:
-        self._pages, self._head, self._kept = None, None, []
+        self._pages, self._packed, self._kept = None, None, []
         for name in ("keys", "values", "layers", "embedding", "final_norm"):
             setattr(self._record, name, None)
 
@@ -135,20 +137,24 @@ class NativeRunner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `StageRunner.logits`; at tp 1 the next call overwrites them."""
-        rows, head = len(hidden), self._head
-        if rows * head.n > self._logits.numel():
-            self._logits = torch.empty(rows * head.n, dtype=self._wide)
-        local = self._logits[: rows * head.n].view(rows, head.n)
-        self._library.hf_linear(self._record.dtype, hidden.data_ptr(), rows, head.k, head.data.data_ptr(), None, head.n,
-                                head.k, 1, True, local.data_ptr(), head.n)
+        rows, vocab, size = len(hidden), self._vocab, self._record.hidden
+        if rows * vocab > self._logits.numel():
+            self._logits = torch.empty(rows * vocab, dtype=self._wide)
+        local = self._logits[: rows * vocab].view(rows, vocab)
+        self._library.hf_linear(self._record.dtype, hidden.data_ptr(), rows, size, self._head, None, vocab, size, 1,
+                                True, local.data_ptr(), vocab)
         return local if self._tp.size == 1 else self._gathered(local)
 
     def _gathered(self, local: Tensor) -> Tensor:
         """`[rows, vocab/tp] -> [rows, vocab]`; ranks have ragged parts of the vocabulary."""
-        tp, vocab = self._tp, self._stage.config.vocab_size
-        sizes = [end - start for start, end in (vocab_range(vocab, tp.size, index) for index in range(tp.size))]
-        parts = all_gather(F.pad(local, (0, max(sizes) - local.shape[1])), tp).split(len(local))
+        sizes = [self._vocab_rows(index) for index in range(self._tp.size)]
+        parts = all_gather(F.pad(local, (0, max(sizes) - local.shape[1])), self._tp).split(len(local))
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
+
+    def _vocab_rows(self, index: int) -> int:
+        """Of the head on tensor rank `index`."""
+        start, end = vocab_range(self._stage.config.vocab_size, self._tp.size, index)
+        return end - start
 
     def _keep(self, vector: Tensor | None) -> int | None:
         """Where it lies; it stays alive as long as the records that point to it."""
@@ -157,16 +163,17 @@ class NativeRunner:
         self._kept.append(vector.detach().contiguous())
         return self._kept[-1].data_ptr()
 
-    def _pack(self, matrices: Sequence[Sequence[nn.Parameter]]) -> list[int]:
-        """Each of the lists of matrices as one, the members one below the other; all in one piece of memory."""
-        whole = [torch.cat([part.detach() for part in parts]) if len(parts) > 1 else parts[0].detach()
-                 for parts in matrices]
-        packed = [weight.data for weight in pack_all(whole)]
-        self._kept += packed
-        for parts in matrices:
-            for weight in parts:
-                _empty(weight)
-        return [data.data_ptr() for data in packed]
+    def _pack(self, *weights: nn.Parameter) -> int:
+        """Where they lie as one matrix, one below the other."""
+        place = self._packed.pack(weights[0].detach() if len(weights) == 1 else torch.cat([*weights]).detach())
+        for weight in weights:
+            _empty(weight)
+        return place
+
+    def _pack_pair(self, gate_up: nn.Parameter) -> int:
+        place = self._packed.pack_pair(gate_up.detach())
+        _empty(gate_up)
+        return place
 
     def _prepared(self, layer: DecoderLayer) -> StageLayer:
         attention, mlp, keep = layer.attention, layer.mlp, self._keep
@@ -176,22 +183,19 @@ class NativeRunner:
             parts = (attention.qkv,)
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         norms = [None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm)]
-        qkv, out, gate_up, down = self._pack(
-            [[part.weight for part in parts], [attention.out.weight], [mlp.gate_up.weight], [mlp.down.weight]])
         return StageLayer(
-            input_norm=keep(layer.input_norm.weight), qkv=qkv,
+            input_norm=keep(layer.input_norm.weight), qkv=self._pack(*(part.weight for part in parts)),
             qkv_bias=keep(torch.cat(biases) if biases else None), q_norm=keep(norms[0]), k_norm=keep(norms[1]),
-            out=out, out_bias=keep(attention.out.bias),
-            post_norm=keep(layer.post_norm.weight), gate_up=gate_up,
-            gate_up_bias=keep(mlp.gate_up.bias), down=down, down_bias=keep(mlp.down.bias))
+            out=self._pack(attention.out.weight), out_bias=keep(attention.out.bias),
+            post_norm=keep(layer.post_norm.weight), gate_up=self._pack_pair(mlp.gate_up.weight),
+            gate_up_bias=keep(mlp.gate_up.bias), down=self._pack(mlp.down.weight), down_bias=keep(mlp.down.bias))
 
     def _grow(self, tokens: int) -> None:
         """Room for steps of so many tokens."""
         self._room, record = max(tokens, 2 * self._room), self._record
         heads = record.heads * record.head_dim
         widths = {"h": record.hidden, "normed": record.hidden, "seen": heads, "out": record.hidden,
-                  "qkv": heads + 2 * record.kv_heads * record.head_dim,
-                  "gate_up": 2 * record.intermediate, "active": record.intermediate}
+                  "qkv": heads + 2 * record.kv_heads * record.head_dim, "active": record.intermediate}
         rooms = {name: torch.empty(self._room, width, dtype=self._dtype) for name, width in widths.items()}
         rooms["partial"] = torch.empty(self._room, record.hidden, dtype=self._wide)
         for name, room in rooms.items():

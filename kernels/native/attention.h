@@ -4,8 +4,9 @@
 // A page of keys is [head_dim][16], so that one load serves 16 scores of a query; a page of values is [16][head_dim].
 // Query heads that share a key-value head, and neighbouring queries of a prompt, share every load.
 //
-// A step reads every page once, and mostly from memory that no cache holds: while scores are computed, the values and the
-// next keys are fetched (a quarter of attention's time at 64 rows of 100 tokens, where memory is then what it waits for).
+// A step reads every page once, and mostly from memory that no cache holds: while scores are computed, the values and
+// the next keys are fetched (a quarter of attention's time at 64 rows of 100 tokens, where memory is then what it waits
+// for).
 //
 // A query's bits depend on its keys and values alone, in the order of their positions: a score is one chain over
 // head_dim; maximum and sum of the softmax run over all keys of the query in vectors of fixed places; an output is two
@@ -51,8 +52,8 @@ template <class C> struct AttentionScratch {
     }
 };
 
-// Scores of ROWS queries [ROWS][head_dim] with the keys of BLOCKS pages, to scores[row * width + key]. `soon` are twice as
-// many pages that will be read.
+// Scores of ROWS queries [ROWS][head_dim] with the keys of BLOCKS pages, to scores[row * width + key]. `soon` are twice
+// as many pages that will be read.
 template <class T, int ROWS, int BLOCKS>
 void score_pages(const Compute<T>* queries, const T* const* pages, const T* const* soon, long head_dim,
                  Compute<T>* scores, long width) {
@@ -115,8 +116,8 @@ template <class C> C softmax_row(C* scores, long count, long end, C scale) {
     return sum_lanes<C>(sum);
 }
 
-// out[row][first .. first + VECTORS * lanes) = sum over keys of weight * value, divided by total; VECTORS * lanes numbers
-// are loaded from every value, `left` are stored.
+// out[row][first .. first + VECTORS * lanes) = sum over keys of weight * value, divided by total; VECTORS * lanes
+// numbers are loaded from every value, `left` are stored.
 template <class T, int ROWS, int VECTORS>
 void weigh_values(const Pages<T>& pages, const Compute<T>* weights, long width, long count, long head_dim, long first,
                   const Compute<T>* totals, T* const* outs, long left) {

@@ -1,5 +1,5 @@
-// C entry points of what works on rows: norm, rotation, activation, attention of packed rows, log-probs, sampling. The same
-// templates as a stage's step, so the same bits. No arithmetic here.
+// C entry points of what works on rows: norm, rotation, activation, attention of packed rows, log-probs, sampling. The
+// same templates as a stage's step, so the same bits. No arithmetic here.
 #include <atomic>
 
 #include "attention.h"
@@ -114,8 +114,8 @@ void hf_attention(int dtype, const void* q, long q_stride, const void* k, long k
         std::vector<PackedRow<T>> all_rows;
         long first = 0;
         for (long row = 0; row < rows; first += lengths[row++])
-            all_rows.push_back({(const T*)q, (const T*)k, (const T*)v, q_stride, k_stride, v_stride, first, lengths[row],
-                                heads, kv_heads, head_dim, (T*)to});
+            all_rows.push_back({(const T*)q, (const T*)k, (const T*)v, q_stride, k_stride, v_stride, first,
+                                lengths[row], heads, kv_heads, head_dim, (T*)to});
         std::atomic<long> next{0};
         team().run([&](int) {
             for (long task; (task = next.fetch_add(1)) < rows * kv_heads;)
@@ -124,8 +124,9 @@ void hf_attention(int dtype, const void* q, long q_stride, const void* k, long k
     });
 }
 
-// One token a row: the inverse of the cumulative distribution at uniforms[row], or the highest logit at temperature 0; and
-// its log-prob over the whole vocabulary under the temperature (1 when greedy). Logits fp32 or fp64, log_probs alike.
+// One token a row: the inverse of the cumulative distribution at uniforms[row], or the highest logit at temperature 0;
+// and its log-prob over the whole vocabulary under the temperature (1 when greedy). Logits fp32 or fp64, log_probs
+// alike.
 void hf_sample(int dtype, const void* logits, long rows, long vocab, long stride, const double* uniforms,
                       double temperature, int64_t* tokens, void* log_probs) {
     auto sample = [&]<class C>(C) {

@@ -1,5 +1,6 @@
-// Operations on the rows of a step: norm, residual sum, rotation, gated activation. Arithmetic in Compute<T>, rounded to T
-// where the trainer's operations round. Each works on one row and starts no thread; a row's bits depend on that row alone.
+// Operations on the rows of a step: norm, residual sum, rotation, gated activation. Arithmetic in Compute<T>, rounded
+// to T where the trainer's operations round. Each works on one row and starts no thread; a row's bits depend on that
+// row alone.
 #pragma once
 
 #include <cmath>
@@ -28,8 +29,8 @@ template <class T> void rms_norm_row(const T* x, const T* weight, long size, dou
         store_some(to + i, load_some(x + i, size - i) * scale * load_some(weight + i, size - i), size - i);
 }
 
-// to = x + (partial + bias), each sum rounded to T as separate operations would. `partial` is in Compute<T>: a product not
-// rounded yet. bias may be null; to may be x.
+// to = x + (partial + bias), each sum rounded to T as separate operations would. `partial` is in Compute<T>: a product
+// not rounded yet. bias may be null; to may be x.
 template <class T>
 void residual_row(const T* x, const Compute<T>* partial, const T* bias, long size, T* to) {
     using C = Compute<T>;
@@ -42,8 +43,8 @@ void residual_row(const T* x, const Compute<T>* partial, const T* bias, long siz
     }
 }
 
-// One head rotated by its token's angles (Su et al. 2021, eq. 34); pairs are (i, i + size / 2), tables hold size / 2 each.
-// The first product is rounded, then the sum: as x * cos and addcmul do. `to` may not overlap x.
+// One head rotated by its token's angles (Su et al. 2021, eq. 34); pairs are (i, i + size / 2), tables hold size / 2
+// each. The first product is rounded, then the sum: as x * cos and addcmul do. `to` may not overlap x.
 template <class T> void rope_row(const T* x, const T* cos, const T* sin, long size, T* to) {
     using C = Compute<T>;
     constexpr int lanes = kLanes<C>;

@@ -1,8 +1,8 @@
 // Statistics of logits over the vocabulary, log-probs of given tokens, and one drawn token a row. Starts no thread.
 //
-// The vocabulary is cut into fixed blocks of kVocabBlock. A block's peak and its sum of exp((z - peak) / temperature) are
-// one read of memory; rows and blocks are shared out over threads in any way, and what follows reads blocks in order: the
-// bits depend neither on threads nor on other rows. Weights are in C, their sums in double.
+// The vocabulary is cut into fixed blocks of kVocabBlock. A block's peak and its sum of exp((z - peak) / temperature)
+// are one read of memory; rows and blocks are shared out over threads in any way, and what follows reads blocks in
+// order: the bits depend neither on threads nor on other rows. Weights are in C, their sums in double.
 #pragma once
 
 #include <cmath>
@@ -122,7 +122,8 @@ template <class C> long highest(const C* z, long vocab, const BlockStatistics<C>
     return 0;
 }
 
-// This thread's share of the statistics of all blocks, blocks[row * vocab_blocks + i]. The caller has a barrier after it.
+// This thread's share of the statistics of all blocks, blocks[row * vocab_blocks + i]. The caller has a barrier after
+// it.
 template <class C>
 void statistics_part(int thread, int threads, const C* logits, long rows, long vocab, long stride, double temperature,
                      BlockStatistics<C>* blocks) {
@@ -134,8 +135,8 @@ void statistics_part(int thread, int threads, const C* logits, long rows, long v
     }
 }
 
-// This thread's rows of what `statistics_part` made: tokens drawn with `uniforms`, or the highest at temperature 0 (whose
-// statistics are those of temperature 1), and their log-probs.
+// This thread's rows of what `statistics_part` made: tokens drawn with `uniforms`, or the highest at temperature 0
+// (whose statistics are those of temperature 1), and their log-probs.
 template <class C>
 void draw_part(int thread, int threads, const C* logits, long rows, long vocab, long stride, const double* uniforms,
                double temperature, const BlockStatistics<C>* blocks, int64_t* tokens, C* log_probs) {

@@ -1,9 +1,10 @@
-// A step of generation on the layers of one rank: every thread of the team runs the same code on its share, with a barrier
-// wherever one reads what another wrote. Owns the order of operations and who does what; the arithmetic is in gemm.h,
-// rows.h and attention.h. It never allocates what outlives a step and never talks to another rank.
+// A step of generation on the layers of one rank: every thread of the team runs the same code on its share, with a
+// barrier wherever one reads what another wrote. Owns the order of operations and who does what; the arithmetic is in
+// gemm.h, rows.h and attention.h. It never allocates what outlives a step and never talks to another rank.
 //
 // A layer is two halves, attention and feed-forward. Each ends with a product that leaves a sum in `partial`, in the
-// compute type; the next half adds it to the residual stream. Ranks that share the layers add up `partial` between halves.
+// compute type; the next half adds it to the residual stream. Ranks that share the layers add up `partial` between
+// halves.
 #pragma once
 
 #include "attention.h"
@@ -13,7 +14,8 @@
 
 namespace hf {
 
-// Of one layer; matrices are packed, biases null where there are none, as are the norms of q and k.
+// Of one layer; matrices are packed, gate and up as a pair; biases are null where there are none, as are norms of q and
+// k.
 struct StageLayer {
     const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias;
     const void *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
@@ -33,14 +35,14 @@ struct Stage {
 };
 
 // Tokens, and the room that a step works in: h, normed [tokens, hidden], qkv, seen [tokens, heads * head_dim], partial
-// [tokens, hidden] in the compute type, gate_up, active [tokens, intermediate], out.
+// [tokens, hidden] in the compute type, active [tokens, intermediate], out.
 struct Step {
     int64_t tokens, num_decode, samples, width;
     const int64_t* ids;
     const int32_t *positions, *slots, *tables;
     const int64_t* sampled;
     const void* x;  // [tokens, hidden] of the stage before; null where ids are looked up
-    void *h, *normed, *qkv, *seen, *partial, *gate_up, *active, *out;
+    void *h, *normed, *qkv, *seen, *partial, *active, *out;
 };
 
 template <class T> class StageThread {
@@ -49,7 +51,8 @@ template <class T> class StageThread {
 public:
     StageThread(Team& team, int thread, const Stage& stage, const Step& step)
         : team_(team), thread_(thread), threads_(team.size()), stage_(stage), step_(step),
-          rows_(share_of(step.tokens, thread, team.size())), qkv_size_((stage.heads + 2 * stage.kv_heads) * stage.head_dim) {}
+          rows_(share_of(step.tokens, thread, team.size())),
+          qkv_size_((stage.heads + 2 * stage.kv_heads) * stage.head_dim) {}
 
     // The residual stream starts as x, or as embeddings; ids of other ranks' rows give 0. This thread's rows.
     void begin() {
@@ -114,18 +117,19 @@ private:
 
     template <class Out>
     void product(const void* x, long k, const void* weight, const void* bias, long n, long segments, Out* y) {
-        gemm_part<T, Out>(thread_, threads_, (const T*)x, step_.tokens, k, weight, (const T*)bias, n, k, int(segments), y,
-                          n);
+        gemm_part<T, Out>(thread_, threads_, (const T*)x, step_.tokens, k, weight, (const T*)bias, n, k, int(segments),
+                          y, n);
     }
 
     void feed_forward(const StageLayer& layer) {
         long size = stage_.intermediate;
-        product(step_.normed, stage_.hidden, layer.gate_up, layer.gate_up_bias, 2 * size, 1, (T*)step_.gate_up);
-        team_.barrier();
-        for (long row = rows_.first; row < rows_.last; ++row) {
-            const T* gate = at<T>(step_.gate_up, row, 2 * size);
-            swiglu_row(gate, gate + size, size, at<T>(step_.active, row, size));
-        }
+        const T* bias = (const T*)layer.gate_up_bias;
+        T* active = (T*)step_.active;
+        gemm_pair_part(thread_, threads_, (const T*)step_.normed, step_.tokens, stage_.hidden, layer.gate_up, bias,
+                       bias == nullptr ? nullptr : bias + size, size, stage_.hidden,
+                       [=](long row, long column, long count, const T* gate, const T* up) {
+            swiglu_row(gate, up, count, active + row * size + column);
+        });
         team_.barrier();
         product(step_.active, size, layer.down, nullptr, stage_.hidden, stage_.segments, (C*)step_.partial);
     }
@@ -172,8 +176,8 @@ private:
         std::vector<T*> outs;
     };
 
-    // Calls work(first token, count, kv head) for this thread's part of all (tokens, kv head), cut where the keys that are
-    // read are halved. Neighbours of a prompt come together. The same part each time.
+    // Calls work(first token, count, kv head) for this thread's part of all (tokens, kv head), cut where the keys that
+    // are read are halved. Neighbours of a prompt come together. The same part each time.
     template <class Work> void for_my_units(Work&& work) const {
         long group = stage_.heads / stage_.kv_heads, most = std::max<long>(1, kRowsAtOnce / group);
         auto units = [&](auto&& each) {

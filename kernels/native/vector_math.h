@@ -75,8 +75,8 @@ template <> struct ExpNumbers<float> {
     static constexpr int kBias = 127, kMantissa = 23;
     static constexpr float kLowest = -87.33654f, kHighest = 88.37626f;
     static constexpr float kLn2High = 0.69140625f, kLn2Low = 0.00174093055995f;
-    static constexpr float kTerms[] = {0.50000000134638854955f, 0.1666666668162109499f, 0.041666464944505699265f,
-                                       0.0083333109276153112215f, 0.0013933647862928862799f, 0.00019890988455544565817f};
+    static constexpr float kTerms[] = {0.50000000134638854955f, 0.1666666668162109499f,    0.041666464944505699265f,
+                                       0.0083333109276153112f,  0.0013933647862928862799f, 0.00019890988455544566f};
 };
 template <> struct ExpNumbers<double> {
     static constexpr double kMagic = 6755399441055744.0;  // 1.5 * 2^52
