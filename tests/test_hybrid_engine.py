@@ -93,6 +93,29 @@ def test_an_engine_that_has_no_weights_yet_takes_no_memory(weights: WeightMode):
         assert peak < shard / 100  # numbers that ranks agree on
 
 
+GENERATED = [Prompt(i, 0, tuple(range(1, 4 + 5 * i))) for i in range(3)]
+
+
+def generated(world: World, train: Layout, generation: Layout, tied: bool, weights: WeightMode) -> list:
+    engine = train_engine(world, train, tiny_model(tie_word_embeddings=tied), Head.LANGUAGE_MODEL)
+    grid = generation_grid(engine.shard_map, engine.mesh.grid, engine.model, generation)
+    hybrid = HybridEngine(engine, Mesh(grid, world), bucket_bytes=1 << 20, weights=weights)
+    hybrid.fill()
+    return hybrid.generator.generate(GENERATED, SamplingParams(max_new_tokens=6), 0, expected_version=engine.version)
+
+
+@pytest.mark.parametrize("weights", WeightMode)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_rank_generates_what_one_process_would(tied: bool, weights: WeightMode):
+    want = generated(World.single(torch.device("cpu")), Layout(), Layout(), tied, weights)
+    for train, generation in (Layout(2, 2, 1), Layout(1, 2, 2)), (Layout(4, 1, 1), Layout(1, 4, 1)), \
+            (Layout(1, 2, 2), Layout(2, 2, 1)):
+        for completions in run_ranks(4, generated, train, generation, tied, weights):
+            for found, wanted in zip(completions, want, strict=True):
+                assert found.response_ids == wanted.response_ids
+                assert found.log_probs == pytest.approx(wanted.log_probs, rel=0, abs=1e-10)
+
+
 def stale(world: World) -> str:
     engine = train_engine(world, Layout(2, 2, 1), tiny_model(), Head.LANGUAGE_MODEL)
     hybrid = HybridEngine(engine, Mesh(Grid.of(Layout(1, 1, 4)), world), bucket_bytes=1 << 20)

@@ -33,13 +33,14 @@ def replica_of(rank: int, layout: Layout) -> int:
 
 
 def in_every_family(world, layout):
-    """Completions of this replica's share, twice (the second time beside what the first one left in the cache)."""
+    """Completions of this replica's share, of the first family twice: then with what is left in the cache."""
     found = {}
     for family, config in DEEP.items():
         generator = make_generator(world, layout, config=config, **TIGHT)
         mine = PROMPTS[replica_of(world.rank, layout)::layout.dp]
         found[family] = generator.generate(mine, PARAMS, seed=3)
-        assert_same(generator.generate(mine, PARAMS, seed=3), found[family])
+        if len(found) == 1:
+            assert_same(generator.generate(mine, PARAMS, seed=3), found[family])
     return found
 
 
@@ -58,16 +59,19 @@ def test_tokens_do_not_depend_on_the_layout(layout):
 
 def gap(world, layout, dtype):
     """How far log-probs are from the full forward in the same layout."""
-    generator = make_generator(world, layout, dtype=dtype)
+    generator, trainer = (make_generator(world, layout, dtype=dtype, owns_weights=owns) for owns in (True, False))
     completions = generator.generate(PROMPTS[replica_of(world.rank, layout)::layout.dp], PARAMS, seed=3)
     return max(abs(a - b) for completion in completions for a, b in
-               zip(completion.log_probs, full_log_probs(generator, completion, PARAMS.temperature), strict=True))
+               zip(completion.log_probs, full_log_probs(trainer, completion, PARAMS.temperature), strict=True))
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4), Layout(tp=2, dp=2)], ids=str)
 def test_log_probs_are_those_of_the_full_forward(layout):
     assert max(run_ranks(layout.size, gap, layout, torch.float64)) < 1e-9
-    assert max(run_ranks(layout.size, gap, layout, torch.float32)) < 1e-5
+
+
+def test_fp32_log_probs_over_tensor_ranks():
+    assert max(run_ranks(2, gap, Layout(tp=2), torch.float32)) < 1e-5
 
 
 def few_rows(world, layout):
@@ -125,30 +129,27 @@ def test_all_ranks_stop_at_the_same_token_and_can_go_on(layout):
 
 
 def busy_turns(world, layout):
-    """Of each turn whether the group had something to run, and how many responses were then left to make."""
+    """Of each turn whether its group had something to run."""
     generator = make_generator(world, layout, config=DEEP["llama"])
     generator.generate(PROMPTS[:1], PARAMS, seed=3)
-    scheduler, plan, turns = generator.scheduler, generator.scheduler.plan, []
+    plan, turns = generator.scheduler.plan, []
 
     def recorded(group):
-        unfinished = scheduler.num_running + scheduler.num_waiting
-        turns.append((plan(group), unfinished))
-        return turns[-1][0]
+        turns.append(plan(group))
+        return turns[-1]
 
-    scheduler.plan = recorded
+    generator.scheduler.plan = recorded
     generator.generate(PROMPTS, LONG, seed=3)
-    return [(step is not None, unfinished) for step, unfinished in turns]
+    return [step is not None for step in turns]
 
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_stage_is_busy_from_its_first_to_its_last_turn(pp):
-    """Turn t is at tick t + s on stage s, so that stages wait only for the first one to come, and for the last to go:
-    pp - 1 ticks of all.
+    """Turn t is at tick t + s on stage s. Each of pp groups has a turn for each token, with none between that has nothing
+    to run, so that of all ticks a stage idles in pp - 1 alone: until the first turn comes, and once the last is gone.
     """
-    turns, *others = run_ranks(pp, busy_turns, Layout(pp=pp))
-    assert all(other == turns for other in others)
-    assert len(turns) >= 20 * pp
-    assert all(is_busy for is_busy, unfinished in turns if unfinished >= pp)
+    for turns in run_ranks(pp, busy_turns, Layout(pp=pp)):
+        assert turns == [True] * LONG.max_new_tokens * pp + [False] * pp  # then the last choices are heard of
 
 
 def from_a_source(world, layout, is_shared):
@@ -165,7 +166,7 @@ def from_a_source(world, layout, is_shared):
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(dp=4)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(dp=4), Layout(tp=2, pp=2), Layout(tp=2, dp=2), Layout(pp=2, dp=2)], ids=str)
 def test_replicas_answer_every_prompt_once(layout, is_shared):
     prompts = make_prompts([1, 9, 2, 40, 17, 3, 8, 30, 5], samples=3)
     want = make_generator(config=DEEP["llama"]).generate(prompts, PARAMS, seed=3)
