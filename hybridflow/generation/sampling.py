@@ -58,6 +58,7 @@ class Sampler:
         self._params, self._vocab_size = params, vocab_size
         self._make, self._categorical = categorical, None  # made where the first logits are
         self._stops = torch.tensor(params.stop_ids, dtype=torch.int64)
+        self._room = torch.empty(0)
 
     def choose(self, logits: Tensor, keys: Tensor, counts: Tensor, seen: Tensor | None = None) -> Choice:
         """Draw the next token of each row.
@@ -98,7 +99,11 @@ class Sampler:
             penalty = params.repetition_penalty
             logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
         floor = None if params.temperature == 0 else logit_floor(logits, params)
-        return logits if floor is None else logits.masked_fill(logits < floor, -torch.inf)
+        if floor is None:
+            return logits
+        if self._room.shape != logits.shape or self._room.dtype != logits.dtype or self._room.device != logits.device:
+            self._room = torch.empty_like(logits)
+        return self._room.copy_(logits).masked_fill_(logits < floor, -torch.inf)
 
     def _without_stops(self, logits: Tensor, counts: Tensor) -> Tensor:
         """A copy without stop ids in rows that are too short for them."""
