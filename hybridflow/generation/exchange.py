@@ -77,9 +77,9 @@ class Choices:
         if self._copied is not None:
             self._copied.synchronize()
         assert self._host is not None
-        numbers = self._host.numpy()
-        table, (stop, *told) = np.split(numbers, [self._columns * self._samples])
-        tokens, log_probs, *processed = table.reshape(self._columns, self._samples)
+        numbers, size = self._host.numpy(), self._columns * self._samples
+        tokens, log_probs, *processed = numbers[:size].reshape(self._columns, self._samples)
+        stop, *told = numbers[size:].tolist()
         return Chosen(tokens.astype(np.int64), log_probs, processed[0] if processed else None,
                       News(bool(stop), _taken(told)))
 

@@ -136,6 +136,16 @@ class Scheduler:
         Raises:
             ValueError: a request can never fit into the cache. None is added then.
         """
+        self.require_fitting(requests)
+        for request in requests:
+            self._line.add(Sequence(request, self._num_added))
+            self._num_added += 1
+
+    def require_fitting(self, requests: Many[Request]) -> None:
+        """
+        Raises:
+            ValueError: a request can never fit into the cache.
+        """
         for request in requests:
             length = len(request.ids) + len(request.begun) + request.max_new_tokens
             assert request.ids and request.max_new_tokens >= 1, f"request {request.index}: nothing to do"
@@ -147,9 +157,6 @@ class Scheduler:
                     f"but request {request.index} (prompt {len(request.ids) + len(request.begun)}, max_new_tokens "
                     f"{request.max_new_tokens}) needs {needed} of them alone: make generation.kv_cache_mb at least "
                     f"{needed / self.pool.num_blocks:.2f} times as large")
-        for request in requests:
-            self._line.add(Sequence(request, self._num_added))
-            self._num_added += 1
 
     def plan(self, group: int = 0) -> StepPlan | None:
         """What `group` runs next. None: nothing, until a plan is committed or another group has run."""

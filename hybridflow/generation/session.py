@@ -70,7 +70,9 @@ class Session:
         order, is the same on every rank of the replica.
         """
         if self.intake is None:
-            self.add(self.longest_first())
+            self.scheduler.add([self.request(i) for i in self.longest_first()])
+        else:  # later than before the first message is too late: the others would wait for the next one
+            self.scheduler.require_fitting([self.request(i) for i in range(len(self.prompts))])
         group = 0
         while self.may_come or not self.scheduler.is_idle or any(self.in_flight):
             if self.turn(group, interrupt):
@@ -88,13 +90,10 @@ class Session:
         """So that a lack of memory shows at the start; equal prompts side by side."""
         return sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i].ids), self.prompts[i].ids, i))
 
-    def add(self, indices: Sequence[int]) -> None:
-        requests = []
-        for i in indices:
-            begun = (self.prompts[i].begun or NOTHING).response_ids
-            most = self.prompts[i].longest(self.params) - len(begun)
-            requests.append(Request(i, self.prompts[i].ids, most, begun))
-        self.scheduler.add(requests)
+    def request(self, index: int) -> Request:
+        prompt = self.prompts[index]
+        begun = (prompt.begun or NOTHING).response_ids
+        return Request(index, prompt.ids, prompt.longest(self.params) - len(begun), begun)
 
     def turn(self, group: int, interrupt: Callable[[], bool] | None) -> bool:
         """One step of a group, once the choices of its step before are in. Returns whether all shall stop."""
@@ -162,7 +161,7 @@ class Session:
         if turn.plan is not None:
             self.commit(turn.plan, chosen)
         if self.intake is not None:
-            self.add(self.intake.hear(chosen.news.taken))
+            self.scheduler.add([self.request(i) for i in self.intake.hear(chosen.news.taken)])
         return chosen.news.stop
 
     def commit(self, plan: StepPlan, chosen: Chosen) -> None:

@@ -1,10 +1,10 @@
 """Generation over several ranks equals one process, token for token, in every layout."""
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybridflow.generation.records import Begun, FinishReason, SamplingParams
 from hybridflow.generation.work_source import OwnShare, SharedQueue
@@ -145,23 +145,31 @@ def busy_turns(world, layout):
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_stage_is_busy_from_its_first_to_its_last_turn(pp):
-    """Turn t is at tick t + s on stage s. Each of pp groups has a turn for each token, with none between that has nothing
-    to run, so that of all ticks a stage idles in pp - 1 alone: until the first turn comes, and once the last is gone.
+    """Turn t is at tick t + s on stage s. Each of pp groups has a turn for each token, with none between that has
+    nothing to run, so that a stage idles in pp - 1 ticks alone: until the first turn comes, and once the last is gone.
     """
     for turns in run_ranks(pp, busy_turns, Layout(pp=pp)):
         assert turns == [True] * LONG.max_new_tokens * pp + [False] * pp  # then the last choices are heard of
 
 
-def from_a_source(world, layout, is_shared):
-    """What this replica took and answered, for more prompts than it has rows."""
+def from_a_source(world, layout, is_shared, slow=None):
+    """What this replica took and answered, for more prompts than it has rows. The slow one makes its second step when
+    all prompts are handed out.
+    """
     generator = make_generator(world, layout, config=DEEP["llama"], **TIGHT)
     prompts = make_prompts([1, 9, 2, 40, 17, 3, 8, 30, 5], samples=3)
     replica = replica_of(world.rank, layout)
     count = world.count()
     source = (SharedQueue(prompts, PARAMS, layout.dp, count) if is_shared
               else OwnShare(prompts, PARAMS, layout.dp, replica))
-    completions = generator.generate(prompts, PARAMS, seed=3, source=source)
-    dist.barrier()
+    steps = iter(range(1000))
+
+    def stay_behind():
+        while replica == slow and next(steps) > 1 and source._handed_out.fetch_add(0) < len(source._portions):
+            time.sleep(0.002)
+        return False
+
+    completions = generator.generate(prompts, PARAMS, seed=3, source=source, interrupt=stay_behind)
     return sorted(source.taken), completions, generator.scheduler.used_blocks
 
 
@@ -176,3 +184,11 @@ def test_replicas_answer_every_prompt_once(layout, is_shared):
         assert_same(completions, [want[i] for i in indices])
         assert indices == taken.setdefault(replica_of(rank, layout), indices) and used == 0
     assert sorted(i for indices in taken.values() for i in indices) == list(range(len(prompts)))
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=4), Layout(pp=2, dp=2)], ids=str)
+def test_a_slow_replica_is_left_with_what_it_had_begun(layout):
+    slow, *others = run_ranks(4, from_a_source, layout, True, 0)
+    assert len(slow[0]) <= TIGHT["max_batch_rows"] < 27 / layout.dp
+    assert sum(len(taken) for taken in {replica_of(rank, layout): result[0] for rank, result in
+                                        enumerate([slow, *others])}.values()) == 27
