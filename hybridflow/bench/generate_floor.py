@@ -24,13 +24,16 @@ class Machine:
     def __init__(self, folder: str, precision: str, threads: int) -> None:
         torch.set_num_threads(threads)
         self._dtype = Precision(precision).dtype
+        self._flops = 0.0
 
     def flops_per_second(self) -> float:
-        """Of the best product of square matrices. For bf16 the better of both dtypes: where the hardware has no bf16,
-        fp32 is what one would compute with.
+        """Of the best product of square matrices since the start. For bf16 the better of both dtypes: where there is no
+        bf16 hardware, fp32 is what one would compute with.
         """
         dtypes = {torch.float32, self._dtype}
-        return max(2 * size**3 / least_seconds(_product(size, dtype)) for size in GEMM_SIZES for dtype in dtypes)
+        found = (2 * size**3 / least_seconds(_product(size, dtype)) for size in GEMM_SIZES for dtype in dtypes)
+        self._flops = max(self._flops, *found)
+        return self._flops
 
     def bytes_per_second(self, num_bytes: int) -> float:
         """Reading `num_bytes`, which were read just before, as decoding reads its weights: the best of a product with a

@@ -29,6 +29,7 @@ FIGURES = {
     "reshard": Figure("weights from a training to a generation layout: ours, all-gather, megatron-core, DTensor, a "
                       "checkpoint"),
     "wire": Figure("a reshard between two hosts on a link of 1 Gbit/s, beside that link (needs root)"),
+    "ragged": Figure("continuous against static batching where most responses are short and a few long"),
     "precision": Figure("the gradient of 512 micro-batches in bf16 beside fp32's, accumulated in fp32 and in bf16"),
     "generate": Figure("tokens a second of our generation beside transformers', vLLM's and this machine's limit",
                        "generate_options"),

@@ -1,0 +1,52 @@
+"""What lengths predict of batching, counted by hand."""
+
+import pytest
+
+from hybridflow.bench.ragged import (
+    CALIBRATED,
+    LONG,
+    MAX_ROWS,
+    PROMPTS,
+    SHORT,
+    STEPS,
+    Costs,
+    calibrated,
+    drawn_lengths,
+    predicted,
+    run_seconds,
+)
+
+FLAT = Costs(dict.fromkeys(CALIBRATED, 1.0), prompt=0.0)
+BY_ROWS = Costs({rows: float(rows) for rows in CALIBRATED}, prompt=0.5)
+
+
+def test_steps_are_counted():
+    assert run_seconds([2, 3, 2], FLAT, max_rows=2) == 3  # the first one has no row that decodes
+    assert run_seconds([2, 3, 2], FLAT) == 2
+    assert run_seconds([1], FLAT) == 0
+    assert run_seconds([4, 4, 4], BY_ROWS) == 3 * 0.5 + 3 * 3.0
+    assert run_seconds([4, 4, 4], BY_ROWS, max_rows=1) == 3 * 0.5 + 3 * 3.0
+
+
+def test_costs_lie_on_lines_between_what_was_measured():
+    costs = Costs({1: 1.0, 2: 3.0, 4: 4.0}, 0.0)
+    assert [costs.step(rows) for rows in (0, 1, 2, 3, 4)] == [0.0, 1.0, 3.0, 3.5, 4.0]
+
+
+def test_static_batching_waits_for_the_longest():
+    lengths = [SHORT] * (MAX_ROWS - 1) + [LONG] + [SHORT] * (MAX_ROWS - 1) + [LONG]
+    together, apart = 2 * SHORT + LONG - 1, 2 * (LONG - 1)  # the second long one enters behind two rows of short ones
+    assert predicted(lengths, FLAT) == pytest.approx(apart / together)
+    assert predicted([SHORT] * MAX_ROWS, FLAT) == 1
+
+
+def test_costs_come_out_of_calls():
+    seconds = {f"{rows} rows, 1 tokens": 0.1 * rows for rows in CALIBRATED}
+    seconds |= {f"{rows} rows, {STEPS + 1} tokens": 0.1 * rows + STEPS * 2.0 * rows for rows in CALIBRATED}
+    costs = calibrated(seconds)
+    assert costs.prompt == pytest.approx(0.1) and costs.step(3) == pytest.approx(6.0)
+
+
+def test_one_in_ten_is_long():
+    lengths = drawn_lengths()
+    assert (lengths.count(LONG), lengths.count(SHORT)) == (PROMPTS // 10, PROMPTS - PROMPTS // 10)
