@@ -44,11 +44,11 @@ class WholeGenerator(Generator):
 
 def make_generator(world: World | None = None, layout: Layout = ONE_PROCESS, *, config: ModelConfig = CONFIG,
                    dtype: torch.dtype = torch.float64, seed: int = 0, owns_weights: bool = True,
-                   **limits: Any) -> WholeGenerator:
+                   batch_invariant: bool = False, **limits: Any) -> WholeGenerator:
     """`owns_weights` False: the stage is left as it is, to be lent others' weights."""
     mesh = Mesh(Grid.of(layout), world or World.single(torch.device("cpu")))
     stage = make_stage(mesh, config, dtype, seed)
-    runner = make_runner(stage, mesh, owns_weights=owns_weights)
+    runner = make_runner(stage, mesh, owns_weights=owns_weights, batch_invariant=batch_invariant)
     generator = WholeGenerator(stage, mesh, config, runner, GenerationLimits(**limits))
     generator.trained = make_stage(mesh, config, dtype, seed)
     generator.wake()

@@ -8,10 +8,12 @@ import torch
 
 from hybridflow.generation.records import Begun, FinishReason, SamplingParams
 from hybridflow.generation.work_source import OwnShare, SharedQueue
+from hybridflow.kernels.native_build import Unavailable, native_library
 from hybridflow.parallel.mesh import Layout
 from tests.generation.small_model import CONFIG, CONFIGS, assert_same, full_log_probs, make_generator, make_prompts
 from tests.ranks import run_ranks
 
+AVAILABLE = native_library()
 PARAMS = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, stop_ids=(2, 9))
 PROMPTS = make_prompts([1, 9, 2, 40, 17], samples=2)
 DEEP = {name: replace(config, num_layers=5) for name, config in CONFIGS.items()}  # on no number of stages even
@@ -57,12 +59,28 @@ def test_tokens_do_not_depend_on_the_layout(layout):
             assert result[family] == first.setdefault(replica, result[family])  # bit for bit within a replica
 
 
+def bits(world, layout, dtype):
+    mine = PROMPTS[replica_of(world.rank, layout)::layout.dp]
+    return make_generator(world, layout, config=DEEP["llama"], dtype=dtype, batch_invariant=True, **TIGHT).generate(
+        mine, PARAMS, seed=3)
+
+
+@pytest.mark.skipif(isinstance(AVAILABLE, Unavailable), reason=str(AVAILABLE))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_bits_do_not_depend_on_the_layout_in_batch_invariant_mode(layout):
+    for dtype in (torch.float64, torch.bfloat16):
+        one = make_generator(config=DEEP["llama"], dtype=dtype, batch_invariant=True)
+        want = one.generate(PROMPTS, PARAMS, seed=3)
+        for rank, completions in enumerate(run_ranks(layout.size, bits, layout, dtype)):
+            assert completions == want[replica_of(rank, layout)::layout.dp]
+
+
 def gap(world, layout, dtype):
     """How far log-probs are from the full forward in the same layout."""
-    generator, trainer = (make_generator(world, layout, dtype=dtype, owns_weights=owns) for owns in (True, False))
+    generator = make_generator(world, layout, dtype=dtype)
     completions = generator.generate(PROMPTS[replica_of(world.rank, layout)::layout.dp], PARAMS, seed=3)
     return max(abs(a - b) for completion in completions for a, b in
-               zip(completion.log_probs, full_log_probs(trainer, completion, PARAMS.temperature), strict=True))
+               zip(completion.log_probs, full_log_probs(generator, completion, PARAMS.temperature), strict=True))
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4), Layout(tp=2, dp=2)], ids=str)
