@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault
 from hybridflow.config.layout_rules import recompute_faults
-from hybridflow.config.layouts import LEARNING, Role, generation_layout, layout_key, role_layout, used_roles
+from hybridflow.config.layouts import (
+    LEARNING,
+    Role,
+    generation_layout,
+    layout_key,
+    role_layout,
+    roles,
+    used_roles,
+    written_layout,
+)
 from hybridflow.config.model_schema import LayoutConfig, ModelSpec
 from hybridflow.config.schema import Config
 
@@ -40,6 +49,8 @@ def shape_faults(config: Config, world_size: int, command: Command) -> list[Faul
         faults += _length_faults(config, command, role, model)
         if Role.ACTOR in models:
             faults += _vocabulary_faults(config, role, model, models[Role.ACTOR])
+    if Role.ACTOR in models and command in (Command.TRAIN, Command.API):
+        faults += _invariance_faults(config, models[Role.ACTOR])
     learning = {role: model.num_layers for role, model in models.items() if role in LEARNING}
     if not faults and command in (Command.TRAIN, Command.API, Command.SFT):
         faults += recompute_faults(config, learning)
@@ -83,6 +94,21 @@ def _vocabulary_faults(config: Config, role: Role, model: ModelConfig, actor: Mo
     if model.vocab_size < actor.vocab_size != LARGE_VOCABULARY:
         yield Fault(key, path, f"its vocabulary of {model.vocab_size} is smaller than the actor's of "
                     f"{actor.vocab_size}, whose tokens it has to read", "choose a model with the actor's tokenizer")
+
+
+def _invariance_faults(config: Config, actor: ModelConfig) -> Iterator[Fault]:
+    """Training and generation add the parts of a sum over tensor ranks in the same tree, or at the same tp."""
+    from hybridflow.models.layout import sum_segments
+
+    if not config.generation.batch_invariant:
+        return
+    generating, parts = config.generation.layout.tp, sum_segments(actor)
+    agreeing = {layout_key(config, role): written_layout(config, role).tp
+                for role in (Role.ACTOR, Role.REFERENCE) if role in roles(config)}
+    for key, tp in agreeing.items():
+        if tp != generating and (parts % tp or parts % generating):
+            rule = f"sums over tensor ranks have the bits of generation.layout.tp {generating} only where both divide"
+            yield Fault(f"{key}.tp", tp, f"{rule} {parts} (generation.batch_invariant)", f"choose tp {generating}")
 
 
 def spec_decoder(spec: ModelSpec, vocab_size: int) -> ModelConfig:

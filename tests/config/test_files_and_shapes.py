@@ -124,6 +124,20 @@ def test_critic_and_reward_model_know_the_actors_tokens(tmp_path):
     assert shapes(1, f"model.critic.path={models['b']}") == []  # a spec's vocabulary is the tokenizer's
 
 
+def test_batch_invariant_sums_are_cut_alike_in_training_and_generation():
+    heads = ("generation.batch_invariant=true", "model.spec.num_heads=12", "model.spec.intermediate_size=720",
+             "model.spec.hidden_size=144", "model.spec.num_kv_heads=12")
+    assert shapes(12, *heads, "train.layout.tp=4", "generation.layout.tp=2") == []
+    assert shapes(12, *heads, "train.layout.tp=3", "generation.layout.tp=3") == []
+    (found,) = shapes(12, *heads, "train.layout.tp=3")
+    assert found == ("train.layout.tp = 3: sums over tensor ranks have the bits of generation.layout.tp 1 only where "
+                     "both divide 4 (generation.batch_invariant); choose tp 1")
+    reference = ("algorithm.kl.where=reward", "model.reference.layout.tp=6")
+    assert [found.split(" = ")[0] for found in shapes(12, *heads, *reference)] == ["model.reference.layout.tp"]
+    assert shapes(12, *heads[1:], "train.layout.tp=3") == shapes(12, *heads, "train.layout.tp=3", command=Command.SFT) \
+        == []
+
+
 def test_a_folder_that_is_not_supported_is_a_fault(tmp_path):
     folder = write_model(tmp_path / "model", model_type="mamba")
     (found,) = shapes(1, tree={"model": {"path": folder}})

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hybridflow.models.config import Family, ModelConfig
-from hybridflow.models.layout import check_layout, chunk_layers, require_layout, split_heads
+from hybridflow.models.layout import check_layout, chunk_layers, require_layout, split_heads, sum_segments
 from hybridflow.parallel.mesh import Layout
 from hybridflow.parallel.schedules.chunks import ChunkOrder, Chunks
 
@@ -56,3 +56,11 @@ def test_all_faults_at_once():
     assert "intermediate_size 50" in check_layout(replace(CONFIG, intermediate_size=50), Layout(tp=4))[0]
     assert "num_kv_heads 3 must divide num_heads 8" in check_layout(replace(CONFIG, num_kv_heads=3), Layout())[0]
     assert "vocab_size 3" in check_layout(replace(CONFIG, vocab_size=3), Layout(tp=4))[0]
+
+
+def test_tensor_ranks_sum_the_parts_of_one_rank():
+    assert [sum_segments(CONFIG, tp) for tp in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    assert sum_segments(CONFIG, 3) == sum_segments(CONFIG, 16) == 1
+    odd = replace(CONFIG, num_heads=6, num_kv_heads=3)
+    assert [sum_segments(odd, tp) for tp in (1, 2, 3, 6)] == [2, 1, 1, 1]
+    assert sum_segments(replace(CONFIG, intermediate_size=44)) == 4

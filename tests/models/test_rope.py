@@ -78,3 +78,16 @@ def test_tables_are_computed_wide():
     tables = rope_tables(RopeConfig(), 4, torch.tensor([257]), torch.bfloat16)
     torch.testing.assert_close(tables.cos[0, 0, 0], torch.tensor(257.0).cos().bfloat16())
     assert rope_tables(RopeConfig(), 4, torch.tensor([257]), torch.float64).cos.dtype is torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_position_has_the_same_bits_among_any_others(dtype):
+    """Generation makes a table of all positions once, training one for each micro-batch."""
+    rope = RopeConfig(max_positions=3000)
+    whole = rope_tables(rope, 10, torch.arange(3000), dtype)
+    for seed in range(40):
+        draw = torch.Generator().manual_seed(seed)
+        positions = torch.randint(3000, (1 + 3 * seed,), generator=draw)
+        tables = rope_tables(rope, 10, positions, dtype)
+        assert torch.equal(tables.cos, whole.cos[positions]) and torch.equal(tables.signed_sin,
+                                                                             whole.signed_sin[positions])
