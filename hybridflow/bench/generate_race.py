@@ -19,15 +19,22 @@ from hybridflow.bench.generate_options import Options
 from hybridflow.bench.generate_process import Answer, ContestantProcess
 
 OURS, GENERATE, CONTINUOUS, VLLM, MACHINE = "ours", "generate", "continuous", "vllm", "machine"
-WARM_TOKENS = 16
+WARM_TOKENS = 4
+FEW, MORE = 16, 32  # new tokens by which a slow contestant is timed
+SLOW = 2.0  # times `Options.seconds` that a round of it would take
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one contestant's rounds in one cell."""
+    """Seconds of one contestant's rounds in one cell.
+
+    Attributes:
+        from_part: it was so slow that a part of a round was timed, see `continued`.
+    """
 
     walls: tuple[float, ...]
     cpus: tuple[float, ...]
+    from_part: bool = False
 
     @property
     def wall(self) -> float:
@@ -88,15 +95,36 @@ def names(options: Options) -> list[str]:
 
 def _raced(cell: Cell, racing: Mapping[str, ContestantProcess], machine: ContestantProcess, options: Options) -> Result:
     floor = Floor(machine.call("flops_per_second").value, machine.call("bytes_per_second", cell.step_bytes).value)
-    for process in racing.values():
-        process.call("sample", prompts(cell, -1), min(WARM_TOKENS, cell.new_tokens), 0)
-    rounds: dict[str, list[Answer]] = {name: [] for name in racing}
+    slow = {name: times for name, process in racing.items()
+            if (times := _warmed(process, cell, options.seconds * SLOW, may_be_cut=name != OURS))}
+    rounds: dict[str, list[Answer]] = {name: [] for name in racing if name not in slow}
     for number in range(options.rounds):
-        for name in turn(list(racing), number):
+        for name in turn(list(rounds), number):
             if sum(one.wall for one in rounds[name]) < options.seconds:
                 rounds[name].append(_sampled(racing[name], cell, number))
-    return Result(cell, floor, {name: Times(tuple(one.wall for one in answers), tuple(one.cpu for one in answers))
-                                for name, answers in rounds.items()})
+    timed = {name: Times(tuple(one.wall for one in answers), tuple(one.cpu for one in answers))
+             for name, answers in rounds.items()}
+    return Result(cell, floor, {name: timed[name] if name in timed else slow[name] for name in racing})
+
+
+def _warmed(process: ContestantProcess, cell: Cell, most_seconds: float, *, may_be_cut: bool) -> Times | None:
+    """Warm up. None where a whole round takes at most so long; else what it takes, from a part of one."""
+    process.call("sample", prompts(cell, -1), min(WARM_TOKENS, cell.new_tokens), 0)
+    if not may_be_cut or cell.new_tokens <= MORE:
+        return None
+    few = process.call("sample", prompts(cell, -2), FEW, 0)
+    if few.wall * cell.new_tokens <= most_seconds * FEW:
+        return None
+    more = process.call("sample", prompts(cell, -3), MORE, 0)
+    wall, cpu = continued(few.wall, more.wall, cell.new_tokens), continued(few.cpu, more.cpu, cell.new_tokens)
+    return Times((wall,), (cpu,), from_part=True)
+
+
+def continued(few: float, more: float, new_tokens: int) -> float:
+    """What `new_tokens` take if `FEW` take `few` and `MORE` take `more`, and those behind them go on at the same pace.
+    They do not quite, since they attend to more: it is less than the truth.
+    """
+    return more + max(0.0, more - few) * (new_tokens - MORE) / (MORE - FEW)
 
 
 def turn(racing: Sequence[str], number: int) -> list[str]:

@@ -106,6 +106,24 @@ def test_every_round_starts_with_another():
     assert generate_race.names(Options(vllm_python="python")) == [OURS, GENERATE, CONTINUOUS, VLLM]
 
 
+def test_a_slow_contestant_is_timed_by_a_part_of_a_round():
+    seconds = {4: 1.0, 16: 3.0, 32: 5.0}
+
+    class Slow(Fake):
+        def call(self, method: str, *args: Any) -> Answer:
+            asked.append(args[1])
+            return Answer(8 * args[1], seconds[args[1]], 2 * seconds[args[1]])
+
+    asked: list[int] = []
+    assert generate_race._warmed(Slow(), CELL, 24.0, may_be_cut=True) is None and asked == [4, 16]
+    assert generate_race._warmed(Slow(), CELL, 23.0, may_be_cut=False) is None
+    times = generate_race._warmed(Slow(), CELL, 23.0, may_be_cut=True)
+    assert times == Times((5.0 + 6 * 2.0,), (10.0 + 6 * 4.0,), from_part=True)
+    part = replace(result(), times={**result().times, GENERATE: times})
+    assert generate.rows(part)[1][1] == "transformers ~"
+    assert "the first 32 tokens are timed" in generate.explained([part], Options(), 60.0)
+
+
 class Fake:
     """A contestant that answers what it was given."""
 
