@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridflow.generation.runner import StepBatch
-from hybridflow.kernels.native_ops import COMPUTE, DTYPES
+from hybridflow.kernels.native_ops import COMPUTE, DTYPES, set_threads
 from hybridflow.kernels.native_stage import PackedMatrices, Stage, StageLayer, Step, stage_library
 from hybridflow.models.attention import ReplicatedKeyValue
 from hybridflow.models.decoder import DecoderLayer, DecoderStage
@@ -57,6 +57,7 @@ class NativeRunner:
             kv_heads=heads.num_kv, head_dim=config.head_dim, intermediate=intermediate, segments=segments,
             eps=config.rms_norm_eps)
         self._step = Step()
+        set_threads(torch.get_num_threads())
         self._addresses = addressof(self._record), addressof(self._step)
         self._halves = 2 * len(self._layers)
         self._kept: list[Tensor] = []  # what records point to
