@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -9,8 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridflow.bench.generate_options import VLLM_PYTHON
+from hybridflow.generation.engine import Generator
+from hybridflow.generation.engines.interface import GenerationEngine
+from hybridflow.generation.engines.vllm import VllmEngine, VllmHome
 from hybridflow.generation.engines.vllm_words import (
     chosen_log_probs,
     completion,
@@ -64,6 +69,26 @@ def test_answers_come_back_in_our_records():
                              (3, 3, 4))
     with pytest.raises(RuntimeError, match="prompt id 1, sample 2 with 'error'"):
         completion(Prompt(1, 2, (5,)), [], "error", [], None, 3)
+
+
+@pytest.mark.parametrize("engine", [Generator, VllmEngine])
+def test_engines_have_the_interface(engine: type):
+    for name in ("wake", "sleep", "generate"):
+        wanted, given = (list(inspect.signature(getattr(of, name)).parameters.values())
+                         for of in (GenerationEngine, engine))
+        assert given[: len(wanted)] == wanted
+        assert all(more.default is not inspect.Parameter.empty for more in given[len(wanted):])
+
+
+def test_the_home_of_vllm_wants_whole_tensors():
+    home = VllmHome(None, {"a": (4, 3), "b": (5,)}, torch.bfloat16)
+    storages = home.take({})
+    assert home.taken_bytes == 34 == sum(tensor.nbytes for tensor in storages.values())
+    for shard in home.shard_map.shards(0):
+        shard.view(storages).fill_(1)
+    assert {name: (tensor.shape, float(tensor.float().sum())) for name, tensor in home._given_away()} == {
+        "a": ((4, 3), 12.0), "b": ((5,), 5.0)}
+    assert not home.storages
 
 
 def test_vllm_computes_what_our_decoder_does_under_each_version():
