@@ -76,17 +76,22 @@ class HybridEngine:
     def __init__(self, train: TrainEngine, mesh: Mesh, *, bucket_bytes: int,
                  limits: GenerationLimits = DEFAULT_LIMITS, weights: WeightMode = WeightMode.PACKED,
                  check: ReshardCheck = ReshardCheck.SAMPLED,
-                 decode: Callable[[Sequence[int]], str] | None = None) -> None:
-        """`mesh` is the generation mesh; `bucket_bytes` bounds what is in flight while weights move; `decode` is as the
-        generator's.
+                 decode: Callable[[Sequence[int]], str] | None = None,
+                 layers_per_stage: Sequence[int] | None = None) -> None:
+        """
+        Args:
+            mesh: the generation mesh.
+            bucket_bytes: bounds what is in flight while weights move.
+            decode: as the generator's.
+            layers_per_stage: of generation; None for an even cut.
 
         Raises:
             ValueError: weights that are shared with an engine which waits on the host between its turns.
         """
         self.train, self.mesh = train, mesh
         model, dtype = train.model, train.options.dtype
-        self.stage = generation_stage(model, mesh, dtype, META)
-        wanted = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
+        self.stage = generation_stage(model, mesh, dtype, META, layers_per_stage)
+        wanted = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL, None, layers_per_stage)
         self.home = self._home_of(weights, wanted)
         route = partial(Route, world=mesh.world, layout=train.grads.layout(), wire_dtype=dtype,
                         bucket_bytes=bucket_bytes, check=check)
@@ -189,18 +194,19 @@ class _UnderWay:
 
 
 def generation_stage(model: ModelConfig, mesh: Mesh, dtype: torch.dtype,
-                     device: torch.device | None = None) -> DecoderStage:
+                     device: torch.device | None = None,
+                     layers_per_stage: Sequence[int] | None = None) -> DecoderStage:
     """This rank's part of the model in a generation mesh, one chunk of layers on each stage, uninitialised; `device`
-    None is the mesh's.
+    None is the mesh's, `layers_per_stage` None an even cut.
     """
     chunks = Chunks(mesh.layout.pp)
     return DecoderStage(model, mesh, Head.LANGUAGE_MODEL, chunks=chunks,
-                        chunk_layers=chunk_layers(model.num_layers, chunks), sequence_parallel=False, dtype=dtype,
-                        device=device)
+                        chunk_layers=chunk_layers(model.num_layers, chunks, layers_per_stage),
+                        sequence_parallel=False, dtype=dtype, device=device)
 
 
 def generation_grid(train_map: ShardMap, train: Grid, model: ModelConfig, layout: Layout, nodes: Nodes = ONE_NODE, *,
-                    within_node: bool = False) -> Grid:
+                    within_node: bool = False, layers_per_stage: Sequence[int] | None = None) -> Grid:
     """Where each rank sits while it generates: the grid of `layout` for which the fewest bytes must move.
 
     It is at least as good as that of HybridFlow (arXiv 2409.19256, section 5.3), in which each rank's generation shard
@@ -208,9 +214,13 @@ def generation_grid(train_map: ShardMap, train: Grid, model: ModelConfig, layout
 
     Args:
         within_node: keep each tensor group in one node, if one fits there.
+        layers_per_stage: of `layout`; None for an even cut.
     Example: train tp4, generate tp2 dp2: groups (0, 2) and (1, 3), and every rank receives a quarter of the model.
     """
     sizes = Counter(nodes.of(rank) for rank in train.ranks).values()
     fits = all(size % layout.tp == 0 for size in sizes)
-    return assign(train_map, train, layout, lambda grid: decoder_shard_map(model, grid, Head.LANGUAGE_MODEL),
-                  nodes=nodes, tp_within_node=within_node and fits)
+
+    def wanted(grid: Grid) -> ShardMap:
+        return decoder_shard_map(model, grid, Head.LANGUAGE_MODEL, None, layers_per_stage)
+
+    return assign(train_map, train, layout, wanted, nodes=nodes, tp_within_node=within_node and fits)

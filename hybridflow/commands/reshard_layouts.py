@@ -21,8 +21,6 @@ from hybridflow.parallel.mesh import Layout
 from hybridflow.parallel.schedules.chunks import ChunkOrder, Chunks
 from hybridflow.reshard.task import Side
 
-LAYERS = "train.layout.layers_per_stage"
-
 
 class Which(Enum):
     """A side of the move. The value is its option."""
@@ -112,11 +110,10 @@ def _of_config(which: Which, config: Config) -> LayoutConfig:
 
 
 def _with_chunks(which: Which, degrees: Degrees, config: Config) -> Degrees:
-    """With the layers and the order of chunks, which only the config of a run has, and only for training."""
-    if which is Which.GENERATE:
-        return degrees
-    layers = config.train.layout.layers_per_stage
-    return replace(degrees, schedule=config.train.schedule, layers_per_chunk=None if layers is None else tuple(layers))
+    """With the layers and, of training, the order of chunks, which only the config of a run has."""
+    layers = _of_config(which, config).layers_per_stage
+    degrees = replace(degrees, layers_per_chunk=None if layers is None else tuple(layers))
+    return degrees if which is Which.GENERATE else replace(degrees, schedule=config.train.schedule)
 
 
 def _completed(which: Which, degrees: Degrees, config: Config, given: Collection[str],
@@ -198,18 +195,19 @@ def placed(which: Which, written: Degrees | None, named: tuple[int, ...] | None,
                             f"choose dp={len(ranks) // written.replica}, or leave dp out"))
     layout = Layout(written.tp, written.pp, max(1, len(ranks) // written.replica), written.cp)
     if model is not None:
-        faults += _misfits(written, layout, model)
+        faults += _misfits(f"{which.block}.layers_per_stage", written, layout, model)
     if len(faults) > before:
         return None
     return Side(layout, ranks, written.vpp, written.layers_per_chunk, written.order)
 
 
-def _misfits(written: Degrees, layout: Layout, model: ModelConfig) -> list[Fault]:
+def _misfits(layers_key: str, written: Degrees, layout: Layout, model: ModelConfig) -> list[Fault]:
     """What the model cannot be cut in."""
     chunks, layers, faults = Chunks(written.pp, written.vpp, written.order), written.layers_per_chunk, []
     if layers is not None and len(layers) != chunks.count:
-        faults.append(Fault(LAYERS, list(layers), f"{written.written_in} {written} has {chunks.count} chunks of layers",
-                            f"give {chunks.count} numbers, or {LAYERS}=null for an even cut"))
+        rule = f"{written.written_in} {written} has {chunks.count} chunks of layers"
+        faults.append(Fault(layers_key, list(layers), rule,
+                            f"give {chunks.count} numbers, or {layers_key}=null for an even cut"))
         layers = None
     return faults + [Fault(written.written_in, str(written), f"the model cannot be cut so: {misfit}")
                      for misfit in check_layout(model, layout, layers, chunks)]

@@ -90,7 +90,8 @@ def generation_layout(config: Config, world_size: int) -> LayoutConfig:
 
 def written_generation_layout(config: Config) -> LayoutConfig:
     """The same as written: dp is what is left."""
-    return LayoutConfig(tp=config.generation.layout.tp, pp=config.generation.layout.pp)
+    layout = config.generation.layout
+    return LayoutConfig(tp=layout.tp, pp=layout.pp, layers_per_stage=layout.layers_per_stage)
 
 
 def divisors(number: int) -> list[int]:

@@ -146,7 +146,9 @@ class GenerationLayoutConfig:
     tp: int = 1
     """Tensor parallel degree of generation; replicas of tp x pp ranks share out the prompts."""
     pp: int = 1
-    """Pipeline parallel degree of generation: stages of even layers, with as many groups of responses in turn."""
+    """Pipeline parallel degree of generation: stages through which as many groups of responses take turns."""
+    layers_per_stage: list[int] | None = None
+    """Layers of each stage of generation; the last has the head too, which may cost several layers. null: even."""
     within_node: bool = True
     """Keep each tensor group of generation in a node, even where more bytes then move. No effect where none fits."""
 

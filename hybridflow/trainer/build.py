@@ -84,9 +84,10 @@ class Builder:
     def generator(self) -> tuple[Generator, Mesh]:
         """The actor's folder loaded straight into the generation layout, for answering alone."""
         model, mesh = self.inputs.model, self._mesh(generation_layout(self.config, self.world.size))
-        stage = generation_stage(model, mesh, self.dtype)
+        layers = self.config.generation.layout.layers_per_stage
+        stage = generation_stage(model, mesh, self.dtype, layers_per_stage=layers)
         storages = {name: param.data for name, param in stage.named_parameters()}
-        shard_map = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
+        shard_map = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL, None, layers)
         load_hf(self.config.model.path, storages, shard_map, self.world.rank)
         runner = make_runner(stage, mesh, owns_weights=True, batch_invariant=self.config.generation.batch_invariant)
         generator = Generator(stage, mesh, model, runner, self._limits, self.inputs.tokenizer.decode)
@@ -97,12 +98,13 @@ class Builder:
         """The actor's generator, on the ranks that have to receive least."""
         wanted, engine = generation_layout(self.config, self.world.size), actor.engine
         grid = generation_grid(engine.shard_map, engine.mesh.grid, engine.model, grid_of(wanted).layout,
-                               self.world.nodes, within_node=self.config.generation.layout.within_node)
+                               self.world.nodes, within_node=self.config.generation.layout.within_node,
+                               layers_per_stage=wanted.layers_per_stage)
         return HybridEngine(actor.trainer, Mesh(grid, self.world),
                             bucket_bytes=self.config.generation.reshard_bucket_mb * MIB,
                             limits=self._limits, weights=weight_mode(self.config, self.dtype, self.world.device),
                             check=ReshardCheck(self.config.generation.reshard_check.value),
-                            decode=self.inputs.tokenizer.decode)
+                            decode=self.inputs.tokenizer.decode, layers_per_stage=wanted.layers_per_stage)
 
     @property
     def balance(self) -> Balance:

@@ -49,6 +49,7 @@ def test_every_role_has_its_layout_checked_and_only_roles_that_exist():
     assert "choose pp 1, 2, 4 or 8" in faults(8, "generation.layout.pp=3")["generation.layout.pp"]
     few = faults(4, "generation.layout.pp=4", "model.spec.num_layers=3")["generation.layout.pp"]
     assert few.endswith("model.spec.num_layers 3 cannot fill 4 stages; choose pp 3 or less")
+    assert list(faults(4, "generation.layout={pp: 2, layers_per_stage: [4]}")) == ["generation.layout.layers_per_stage"]
 
 
 def test_the_same_bits_in_training_and_generation_ask_something_of_both():

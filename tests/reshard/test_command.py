@@ -170,6 +170,8 @@ def test_a_config_s_own_layouts_are_the_defaults(tmp_path, capsys):
     assert report(capsys, "--model", str(path), "generation.layout.tp=4")["to"]["tp"] == 4
     to = report(capsys, "--model", str(path), "generation.layout.pp=2")["to"]
     assert (to["tp"], to["pp"], to["dp"]) == (2, 2, 1)
+    same = ("--model", str(path), "generation.layout={pp: 2, layers_per_stage: [1, 3]}")  # as training has them
+    assert sum(rank["received_bytes"] for rank in report(capsys, *same)["ranks"]) == 0
 
 
 def test_what_an_option_cannot_say_is_taken_from_the_config(model, capsys):
