@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from hybridflow.bench.generate_case import Cell, Precision, prompts
-from hybridflow.bench.generate_check import check_greedy, check_sampled
+from hybridflow.bench.generate_check import OF_PEERS, TOLERANCE, check_greedy, check_sampled
 from hybridflow.bench.generate_floor import Floor
 from hybridflow.bench.generate_options import Options
 from hybridflow.bench.generate_process import Answer, ContestantProcess
@@ -81,8 +81,8 @@ def race(model: str, precision: Precision, options: Options, folder: Path) -> tu
         for process in {machine, judge, *racing.values()}:
             process.ready()
         first = Cell(model, precision, 1, options.new_tokens)
-        for process in racing.values():
-            check_greedy(process, judge, first)
+        for name, process in racing.items():
+            check_greedy(process, judge, first, TOLERANCE[precision] if name == OURS else OF_PEERS)
         difference = check_sampled(racing[OURS], judge, first)
         cells = [Cell(model, precision, batch, options.new_tokens) for batch in options.batches]
         return [_raced(cell, racing, machine, options) for cell in cells], difference

@@ -141,14 +141,14 @@ def test_who_computes_something_else_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(generate_check, "TOKENS", 2)
     tokens, zeros = [[1, 2], [3, 4]], [[0.0, 0.0], [0.0, 0.0]]
     contestant = Fake(greedy=tokens, sampled=(tokens, [[-1.0, -2.0], [-3.0, -4.0]]))
-    check_greedy(contestant, Fake(scored=(zeros, zeros)), CELL)
+    check_greedy(contestant, Fake(scored=(zeros, zeros)), CELL, 1e-4)
     assert check_sampled(contestant, Fake(scored=([[-1.0, -2.0], [-3.0, -4.00005]], zeros)), CELL) < 1e-4
     with pytest.raises(WrongTokensError, match="fake, tiny fp32: greedy: a token's log-prob is 1.0e-03 below"):
-        check_greedy(contestant, Fake(scored=(zeros, [[0.0, 1e-3], [0.0, 0.0]])), CELL)
+        check_greedy(contestant, Fake(scored=(zeros, [[0.0, 1e-3], [0.0, 0.0]])), CELL, 1e-4)
     with pytest.raises(WrongTokensError, match="a log-prob differs by nan"):
         check_sampled(contestant, Fake(scored=([[float("nan"), -2.0], [-3.0, -4.0]], zeros)), CELL)
     with pytest.raises(WrongTokensError, match=r"it gave \[1, 2\] new ones, not 2 each"):
-        check_greedy(Fake(greedy=[[1], [3, 4]]), contestant, CELL)
+        check_greedy(Fake(greedy=[[1], [3, 4]]), contestant, CELL, 1e-4)
 
 
 def test_contestants_race_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
