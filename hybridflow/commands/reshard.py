@@ -21,9 +21,8 @@ other ranks generate:   ... --from tp=2 --from-ranks 0-1 --to tp=1 --to-ranks 2-
 a Hugging Face model:   ... --model models/Llama-3.1-405B/config.json --from tp=8,pp=16 --to tp=8 --world 16384 \\
                             --ranks-per-node 8
 degrees: tp, pp, vpp, dp (else what is left), and in --from cp
-Beside --from, train.layout.layers_per_stage and a train.schedule of zb-v (V order of chunks) of the YAML file count;
-degrees of keys on the command line must not say other than --from and --to. Layouts --to with pp are counted and
-moved, though `train` generates in one stage.
+Beside --from and --to, the layers_per_stage of train.layout and generation.layout in the YAML file count, and a
+train.schedule of zb-v (V order of chunks); degrees of keys on the command line must not say other than the options.
 In flight and peak extra bytes (JSON: in_flight_bytes, peak_extra_bytes) are upper bounds: the bucket, or all that a
 rank sends and receives if that is less. What --run counts is in `run`: buffer_bytes, extra_bytes.
 """
