@@ -8,6 +8,7 @@ is `pipeline`'s.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class News:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Choices on the host: int64 tokens and float64 log-probs `[samples]`, and the leader's news.
+    """Choices on the host: int64 tokens and log-probs `[samples]`, valid until the leader's next choice, and its news.
 
     `processed` is None where every token was drawn from the raw distribution.
     """
@@ -49,8 +50,39 @@ class Chosen:
     news: News
 
 
-class Choices:
-    """What was sampled in a turn, on its way to this rank's device and host."""
+class Choices(Protocol):
+    """What was sampled in a turn, on its way to this rank's device and host.
+
+    Attributes:
+        tokens: int64 `[samples]`, on the device; to be asked for before the next turn of the group.
+    """
+
+    @property
+    def tokens(self) -> Tensor: ...
+
+    def on_host(self) -> Chosen:
+        """Waits until the host has them."""
+
+
+@dataclass(frozen=True)
+class OwnChoices:
+    """Those of a leader that is alone, on a CPU: they are where they have to be."""
+
+    choice: Choice
+    processed: Tensor | None
+    news: News
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.choice.tokens
+
+    def on_host(self) -> Chosen:
+        processed = None if self.processed is None else self.processed.numpy()
+        return Chosen(self.choice.tokens.numpy(), self.choice.log_probs.numpy(), processed, self.news)
+
+
+class ToldChoices:
+    """Those of a leader that tells them."""
 
     def __init__(self, mail: Tensor, columns: int, samples: int, coming: dist.Work | None = None) -> None:
         """
@@ -67,12 +99,10 @@ class Choices:
 
     @property
     def tokens(self) -> Tensor:
-        """int64 `[samples]`, on the device."""
         self._wait()
         return self._mail[: self._samples].long()
 
     def on_host(self) -> Chosen:
-        """Waits until the host has them."""
         self._wait()
         if self._copied is not None:
             self._copied.synchronize()
@@ -96,6 +126,10 @@ class Choices:
             self._host.copy_(self._mail, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
+
+
+def _processed(choice: Choice) -> Tensor:
+    return choice.log_probs if choice.processed is None else choice.processed
 
 
 def _taken(told: list[float]) -> list[int] | None:
@@ -122,6 +156,7 @@ class Exchange:
         self._tp, self.device = mesh.tp, mesh.device
         self._columns = 2 if draws_raw else 3
         self._links = StageLinks(mesh, hidden_size, dtype) if mesh.pp.size > 1 else None
+        self._is_alone = mesh.model.size == 1 and mesh.device.type == "cpu"
         self.num_groups = mesh.pp.size
         self.lag = 0 if mesh.device.type == "cpu" else 1
         self.is_first = mesh.pp.index == 0
@@ -148,6 +183,10 @@ class Exchange:
             samples: of the turn, on every rank.
             more: whether prompts may still come, on every rank.
         """
+        if self._is_alone:
+            if choice is None:
+                choice = Choice(torch.empty(0, dtype=torch.int64), torch.empty(0), None)
+            return OwnChoices(choice, None if self._columns == 2 else _processed(choice), news)
         told = 1 + MOST_PROMPTS if more else 0
         # fp64 holds every token id and every log-prob exactly
         mail = torch.empty(self._columns * samples + 1 + told, dtype=torch.float64, device=self.device)
@@ -160,7 +199,7 @@ class Exchange:
             coming = self._links.hear(mail)
         elif self._tp.size > 1:
             dist.broadcast(mail, self._tp.ranks[0], group=self._tp.process_group)
-        return Choices(mail, self._columns, samples, coming)
+        return ToldChoices(mail, self._columns, samples, coming)
 
     def finish(self) -> None:
         """Wait until the others have what was sent. All choices have been asked for before."""
@@ -172,7 +211,7 @@ class Exchange:
             table = mail[: self._columns * samples].view(self._columns, samples)
             table[0], table[1] = choice.tokens, choice.log_probs
             if self._columns == 3:
-                table[2] = choice.log_probs if choice.processed is None else choice.processed
+                table[2] = _processed(choice)
         rest = mail[self._columns * samples :]
         if len(rest) == 1:
             rest[0] = news.stop

@@ -204,9 +204,10 @@ def test_replicas_answer_every_prompt_once(layout, is_shared):
     assert sorted(i for indices in taken.values() for i in indices) == list(range(len(prompts)))
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=4), Layout(pp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2, dp=2)], ids=str)
 def test_a_slow_replica_is_left_with_what_it_had_begun(layout):
-    slow, *others = run_ranks(4, from_a_source, layout, True, 0)
-    assert len(slow[0]) <= TIGHT["max_batch_rows"] < 27 / layout.dp
-    assert sum(len(taken) for taken in {replica_of(rank, layout): result[0] for rank, result in
-                                        enumerate([slow, *others])}.values()) == 27
+    """Its six rows, and at most two more samples of a prompt that it has one of; half would be 13."""
+    taken = {replica_of(rank, layout): indices for rank, (indices, _, _) in
+             enumerate(run_ranks(layout.size, from_a_source, layout, True, 0))}
+    assert len(taken[0]) <= TIGHT["max_batch_rows"] + 2
+    assert sorted(taken[0] + taken[1]) == list(range(27))
