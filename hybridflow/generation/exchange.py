@@ -39,7 +39,7 @@ class News:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Choices on the host: int64 tokens and log-probs `[samples]`, valid until the leader's next choice, and its news.
+    """Choices on the host: int64 tokens and log-probs `[samples]`, and the leader's news.
 
     `processed` is None where every token was drawn from the raw distribution.
     """
@@ -77,8 +77,9 @@ class OwnChoices:
         return self.choice.tokens
 
     def on_host(self) -> Chosen:
-        processed = None if self.processed is None else self.processed.numpy()
-        return Chosen(self.choice.tokens.numpy(), self.choice.log_probs.numpy(), processed, self.news)
+        # Copies: a sampler may choose into memory that it keeps, and results are kept for long.
+        processed = None if self.processed is None else self.processed.numpy().copy()
+        return Chosen(self.choice.tokens.numpy().copy(), self.choice.log_probs.numpy().copy(), processed, self.news)
 
 
 class ToldChoices:
