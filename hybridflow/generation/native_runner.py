@@ -105,19 +105,21 @@ class NativeRunner:
             setattr(self._record, name, None)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
         table = torch.tensor(pairs, dtype=torch.int64)
         self._library.hf_copy_blocks(self._addresses[0], table.data_ptr(), len(pairs), self._dtype.itemsize)
 
     def run(self, batch: StepBatch, x: Tensor | None) -> Tensor:
-        step, tokens, width = self._step, len(batch.ids), batch.tables.shape[1]
+        step, tokens, tables = self._step, len(batch.ids), batch.tables
         leaves = len(batch.sampled) if self._stage.norm is not None else tokens
         if max(tokens, leaves) > self._room:
             self._grow(max(tokens, leaves))
-        if width * BLOCK_TOKENS > self._positions:
-            self._extend_rope(width * BLOCK_TOKENS)
-        step.tokens, step.num_decode, step.samples, step.width = tokens, batch.num_decode, leaves, width
+        if tables.shape[1] * BLOCK_TOKENS > self._positions:
+            self._extend_rope(tables.shape[1] * BLOCK_TOKENS)
+        step.tokens, step.num_decode, step.samples, step.width = tokens, batch.num_decode, leaves, tables.stride(0)
         step.ids, step.positions, step.slots = batch.ids.data_ptr(), batch.positions.data_ptr(), batch.slots.data_ptr()
-        step.tables, step.sampled = batch.tables.data_ptr(), batch.sampled.data_ptr()
+        step.tables, step.sampled = tables.data_ptr(), batch.sampled.data_ptr()
         step.x = None if x is None else x.data_ptr()
         if self._tp.size == 1:
             self._library.hf_stage(*self._addresses, 0, self._halves, True, True)

@@ -40,8 +40,9 @@ class StepBatch:
         ids: int64 `[tokens]`.
         positions: int32 `[tokens]`, of each token in its sequence.
         slots: int32 `[tokens]`, the sequence of each token: a row of `tables`.
-        tables: int32 `[max_rows, width]`, the block of each 16 positions of a sequence; of sequences that are not in
-            the step, or behind a position that is, they may hold anything. `width` is what the step's longest one takes.
+        tables: int32 `[max_rows, width]`, rows of any stride: the block of each 16 positions of a sequence. `width` is
+            what the longest one takes. Of sequences that are not in the step, or behind a position that is, they may
+            hold anything.
         sampled: int64 `[samples]`, the tokens of the step whose logits are wanted; one may be wanted several times.
     """
 

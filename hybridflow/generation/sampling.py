@@ -1,6 +1,6 @@
 """One token per row from its logits: penalties, temperature, cuts, and the inverse of the cumulative distribution.
 
-Owns the choice and its log-probs. It knows tensors only: no group, no cache, no text; draws are made from counters.
+Owns the choice and its log-probs. It knows tensors only: no group, no cache, no text; draws come from the caller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hybridflow.generation.categorical import Categorical, categorical_for
 from hybridflow.generation.cuts import logit_floor
-from hybridflow.generation.random import uniforms
 from hybridflow.generation.records import SamplingParams
 
 
@@ -60,28 +59,24 @@ class Sampler:
         self._stops = torch.tensor(params.stop_ids, dtype=torch.int64)
         self._room = torch.empty(0)
 
-    def choose(self, logits: Tensor, keys: Tensor, counts: Tensor, seen: Tensor | None = None) -> Choice:
-        """Draw the next token of each row.
+    def choose(self, logits: Tensor, draws: Tensor, counts: Tensor, seen: Tensor | None = None) -> Choice:
+        """The next token of each row.
 
         Args:
             logits: `[rows, vocab]`, any float dtype; computed with in fp32 or better, and left as it is.
-            keys, counts: int64 `[rows]`, each row's stream and its tokens so far (`random.uniforms`).
+            draws: fp64 `[rows]` in [0, 1); not read when greedy.
+            counts: int64 `[rows]`, how many tokens each response has.
             seen: bool `[rows, vocab]`, the tokens that repetition_penalty is about (`SeenTokens`); None without it.
 
         Returns:
             A row without a single finite logit gives some valid token and a NaN log-prob.
         """
-        draws = None if self._params.temperature == 0 else uniforms(keys, counts)
-        return self.pick(logits, draws, counts, seen)
-
-    def pick(self, logits: Tensor, draws: Tensor | None, counts: Tensor, seen: Tensor | None = None) -> Choice:
-        """`choose` with given draws, fp64 `[rows]` in [0, 1); None when greedy."""
         if self._categorical is None:
             self._categorical = self._make(logits.device, self._vocab_size)
         temperature = self._params.temperature
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         allowed = self._allowed(logits, counts, seen)
-        tokens, log_probs = self._categorical.draw(allowed, draws, temperature)
+        tokens, log_probs = self._categorical.draw(allowed, draws if temperature else None, temperature)
         if allowed is logits:
             return Choice(tokens, log_probs, None)
         return Choice(tokens, self._categorical.log_probs(logits, tokens, temperature), log_probs)

@@ -1,13 +1,14 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from hybridflow.generation import engine
 from hybridflow.generation.blocks import BLOCK_TOKENS
 from hybridflow.generation.engine import StaleWeightsError
-from hybridflow.generation.random import stream_keys
+from hybridflow.generation.random import stream_keys, uniforms
 from hybridflow.generation.records import Begun, Completion, FinishReason, Prompt, SamplingParams
 from hybridflow.generation.sampling import Sampler
 from hybridflow.models.attention import PackedCausal
@@ -54,15 +55,15 @@ def test_token_i_is_draw_i_of_its_own_stream():
     generator, sampler = make_generator(), Sampler(replace(PARAMS, top_k=20), CONFIG.vocab_size)
     for prompt in make_prompts([1, 9], samples=2):
         completion, = generator.generate([prompt], replace(PARAMS, top_k=20), seed=11)
-        key = stream_keys(11, torch.tensor([prompt.id]), torch.tensor([prompt.sample]))
+        key = stream_keys(11, np.array([prompt.id]), np.array([prompt.sample]))
         ids = list(prompt.ids)
         for i, token in enumerate(completion.response_ids):
             with torch.no_grad():
                 hidden = generator.trained.forward_hidden(torch.tensor(ids), torch.arange(len(ids)),
                                                           PackedCausal((len(ids),), torch.device("cpu")))
                 logits = generator.trained.logits(hidden[-1:])
-            drawn = sampler.choose(logits, key, torch.tensor([i])).tokens
-            assert drawn.item() == token
+            draw = torch.from_numpy(uniforms(key, np.array([i])))
+            assert sampler.choose(logits, draw, torch.tensor([i])).tokens.item() == token
             ids.append(token)
 
 

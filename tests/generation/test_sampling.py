@@ -1,10 +1,11 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from hybridflow.generation.categorical import TorchCategorical, categorical_for
-from hybridflow.generation.random import stream_keys
+from hybridflow.generation.random import stream_keys, uniforms
 from hybridflow.generation.records import SamplingParams
 from hybridflow.generation.sampling import Sampler
 from hybridflow.generation.seen_tokens import SeenTokens
@@ -26,7 +27,7 @@ def choose(logits, draws, counts=None, seen=None, way=categorical_for, **params)
     sampler = Sampler(SamplingParams(**{"max_new_tokens": 9, **params}), logits.shape[-1], way)
     draws = None if params.get("temperature") == 0 else torch.as_tensor(draws, dtype=torch.float64)
     counts = torch.zeros(len(logits), dtype=torch.int64) if counts is None else counts
-    return sampler.pick(logits, draws, counts, seen)
+    return sampler.choose(logits, draws, counts, seen)
 
 
 def draw(logits, draws, **params):
@@ -148,9 +149,10 @@ def test_draws_from_counters_have_the_distribution_of_the_plain_words(temperatur
     settings = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                     repetition_penalty=repetition_penalty, min_new_tokens=min_new_tokens, stop_ids=stop_ids)
     seen = torch.tensor([1, 0, 1, 0, 1, 0, 0], dtype=torch.bool)
-    keys = stream_keys(3, torch.arange(n), torch.zeros(n, dtype=torch.int64))
+    keys = stream_keys(3, np.arange(n), np.zeros(n, np.int64))
+    draws = torch.from_numpy(uniforms(keys, np.full(n, count)))
     choice = Sampler(SamplingParams(9, **settings), 7, way).choose(
-        LOGITS.repeat(n, 1), keys, torch.full((n,), count), seen.repeat(n, 1))
+        LOGITS.repeat(n, 1), draws, torch.full((n,), count), seen.repeat(n, 1))
     want = reference(LOGITS, seen, count, **settings)
     drawable, counts = want > 0, torch.bincount(choice.tokens, minlength=7)
     assert counts[~drawable].sum() == 0
@@ -191,14 +193,15 @@ def test_greedy_is_greedy_under_penalties():
 def test_rows_do_not_depend_on_each_other_nor_on_the_rows_before(dtype, way):
     """One sampler, other batches: the same tokens and log-probs, also in memory that was used before."""
     logits = (torch.randn(9, 501, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
-    keys, counts = stream_keys(0, torch.arange(9), torch.arange(9)), torch.arange(9)
+    counts = torch.arange(9)
+    draws = torch.from_numpy(uniforms(stream_keys(0, np.arange(9), np.arange(9)), np.arange(9)))
     seen = torch.rand(9, 501, generator=torch.Generator().manual_seed(2)) < 0.3
     for params in ({}, {"top_p": 0.8}, {"top_k": 7, "min_p": 0.1, "repetition_penalty": 1.3, "min_new_tokens": 4,
                                         "stop_ids": (3, 500)}):
         sampler, gap = Sampler(SamplingParams(9, **params), 501, way), 0 if way is categorical_for else 1e-6
-        whole = sampler.choose(logits, keys, counts, seen)
+        whole = sampler.choose(logits, draws, counts, seen)
         for rows in ([4], [8, 0, 4], list(range(9))):
-            part = sampler.choose(logits[rows], keys[rows], counts[rows], seen[rows])
+            part = sampler.choose(logits[rows], draws[rows], counts[rows], seen[rows])
             assert torch.equal(part.tokens, whole.tokens[rows])
             torch.testing.assert_close(part.log_probs, whole.log_probs[rows], rtol=0, atol=gap)
             if whole.processed is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+import numpy as np
 
 from hybridflow.generation.random import splitmix64, stream_keys
 from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
@@ -22,7 +22,7 @@ def request_words(prompt: Prompt, params: SamplingParams, seed: int) -> dict[str
     Greedy requests have no restriction that could change the most probable token, which is what they have here.
     """
     begun = num_begun(prompt)
-    most = params.max_new_tokens if prompt.max_new_tokens is None else min(prompt.max_new_tokens, params.max_new_tokens)
+    most = prompt.longest(params)
     return {
         "max_tokens": most - begun,
         "min_tokens": max(0, params.min_new_tokens - begun),
@@ -44,9 +44,9 @@ def request_seed(seed: int, prompt: Prompt) -> int:
     """What a request's own random generator starts from, 63 bits: a function of (seed, prompt id, sample), and of how
     much of the response there is, since a generator that starts anew must not repeat its draws.
     """
-    key = stream_keys(seed, torch.tensor([prompt.id]), torch.tensor([prompt.sample]))
+    key = stream_keys(seed, np.array([prompt.id]), np.array([prompt.sample]))
     begun = num_begun(prompt)
-    return (splitmix64(key ^ begun) if begun else key).item() & (2**63 - 1)
+    return int((splitmix64(key ^ np.uint64(begun)) if begun else key)[0]) & (2**63 - 1)
 
 
 def request_ids(prompt: Prompt) -> list[int]:
