@@ -48,6 +48,15 @@ class Step(ctypes.Structure):
     ]
 
 
+class Draw(ctypes.Structure):
+    """The head, and the room and the results of a draw behind a step."""
+
+    _fields_ = [
+        ("vocab", c_int64), ("temperature", c_double),
+        *((name, c_void_p) for name in ("head", "uniforms", "logits", "blocks", "tokens", "log_probs")),
+    ]
+
+
 @cache
 def stage_library() -> ctypes.CDLL:
     """The library with the signatures of stage.cpp declared.
@@ -57,8 +66,10 @@ def stage_library() -> ctypes.CDLL:
     """
     found = library()
     found.hf_stage.argtypes = [c_void_p, c_void_p, c_long, c_long, c_int, c_int]
+    found.hf_stage_and_draw.argtypes = [c_void_p, c_void_p, c_void_p]
     found.hf_copy_blocks.argtypes = [c_void_p, c_void_p, c_long, c_long]
-    found.hf_stage.restype = found.hf_copy_blocks.restype = None
+    found.hf_stage.restype = found.hf_stage_and_draw.restype = found.hf_copy_blocks.restype = None
+    found.hf_statistics_bytes.argtypes, found.hf_statistics_bytes.restype = [c_int, c_long], c_long
     return found
 
 

@@ -77,9 +77,8 @@ class OwnChoices:
         return self.choice.tokens
 
     def on_host(self) -> Chosen:
-        # Copies: a sampler may choose into memory that it keeps, and results are kept for long.
-        processed = None if self.processed is None else self.processed.numpy().copy()
-        return Chosen(self.choice.tokens.numpy().copy(), self.choice.log_probs.numpy().copy(), processed, self.news)
+        processed = None if self.processed is None else self.processed.numpy()
+        return Chosen(self.choice.tokens.numpy(), self.choice.log_probs.numpy(), processed, self.news)
 
 
 class ToldChoices:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hybridflow.generation.runner import StepBatch
 from hybridflow.kernels.native_ops import COMPUTE, DTYPES, set_threads
-from hybridflow.kernels.native_stage import PackedMatrices, Stage, StageLayer, Step, stage_library
+from hybridflow.kernels.native_stage import Draw, PackedMatrices, Stage, StageLayer, Step, stage_library
 from hybridflow.models.attention import ReplicatedKeyValue
 from hybridflow.models.decoder import DecoderLayer, DecoderStage
 from hybridflow.models.layout import split_heads
@@ -67,6 +67,8 @@ class NativeRunner:
         self._pages: tuple[Tensor, Tensor] | None = None
         self._room, self._positions = 0, 0
         self._logits = torch.empty(0, dtype=self._wide)
+        self._draw, self._blocks = Draw(vocab=self._vocab), torch.empty(0, dtype=torch.uint8)
+        self.can_draw = tp.size == 1 and stage.embed is not None and stage.norm is not None
 
     @property
     def block_bytes(self) -> int:
@@ -111,6 +113,25 @@ class NativeRunner:
         self._library.hf_copy_blocks(self._addresses[0], table.data_ptr(), len(pairs), self._dtype.itemsize)
 
     def run(self, batch: StepBatch, x: Tensor | None) -> Tensor:
+        leaves = self._begin(batch, x)
+        if self._tp.size == 1:
+            self._library.hf_stage(*self._addresses, 0, self._halves, True, True)
+        else:
+            self._run_with_others(len(batch.ids), x is None)
+        return self._out[:leaves]
+
+    def run_and_draw(self, batch: StepBatch, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """As `StageRunner.run_and_draw`: one call, so that the other threads are woken once."""
+        samples, draw = self._begin(batch, None), self._draw
+        tokens, log_probs = torch.empty(samples, dtype=torch.int64), torch.empty(samples, dtype=self._wide)
+        draw.temperature, draw.head, draw.uniforms = temperature, self._head, uniforms.data_ptr()
+        draw.logits = self._logits_room(samples).data_ptr()
+        draw.tokens, draw.log_probs = tokens.data_ptr(), log_probs.data_ptr()
+        self._library.hf_stage_and_draw(*self._addresses, addressof(draw))
+        return tokens, log_probs
+
+    def _begin(self, batch: StepBatch, x: Tensor | None) -> int:
+        """Point the step's record to its tokens, in room enough. Returns how many hidden states leave the stage."""
         step, tokens, tables = self._step, len(batch.ids), batch.tables
         leaves = len(batch.sampled) if self._stage.norm is not None else tokens
         if max(tokens, leaves) > self._room:
@@ -121,11 +142,7 @@ class NativeRunner:
         step.ids, step.positions, step.slots = batch.ids.data_ptr(), batch.positions.data_ptr(), batch.slots.data_ptr()
         step.tables, step.sampled = tables.data_ptr(), batch.sampled.data_ptr()
         step.x = None if x is None else x.data_ptr()
-        if self._tp.size == 1:
-            self._library.hf_stage(*self._addresses, 0, self._halves, True, True)
-        else:
-            self._run_with_others(tokens, x is None)
-        return self._out[:leaves]
+        return leaves
 
     def _run_with_others(self, tokens: int, looks_up: bool) -> None:
         """Half by half, with the sum of what the tensor ranks' products leave."""
@@ -141,12 +158,19 @@ class NativeRunner:
     def logits(self, hidden: Tensor) -> Tensor:
         """As `StageRunner.logits`; at tp 1 the next call overwrites them."""
         rows, vocab, size = len(hidden), self._vocab, self._record.hidden
-        if rows * vocab > self._logits.numel():
-            self._logits = torch.empty(rows * vocab, dtype=self._wide)
-        local = self._logits[: rows * vocab].view(rows, vocab)
+        local = self._logits_room(rows)[: rows * vocab].view(rows, vocab)
         self._library.hf_linear(self._record.dtype, hidden.data_ptr(), rows, size, self._head, None, vocab, size, 1,
                                 True, local.data_ptr(), vocab)
         return local if self._tp.size == 1 else self._gathered(local)
+
+    def _logits_room(self, rows: int) -> Tensor:
+        """Room for the logits of so many rows, and for the statistics of a draw from them."""
+        if rows * self._vocab > self._logits.numel():
+            self._logits = torch.empty(rows * self._vocab, dtype=self._wide)
+            size = rows * self._library.hf_statistics_bytes(DTYPES[self._wide], self._vocab)
+            self._blocks = torch.empty(size, dtype=torch.uint8)
+            self._draw.blocks = self._blocks.data_ptr()
+        return self._logits
 
     def _gathered(self, local: Tensor) -> Tensor:
         """`[rows, vocab/tp] -> [rows, vocab]`; ranks have ragged parts of the vocabulary."""

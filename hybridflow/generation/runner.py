@@ -59,7 +59,12 @@ class StageRunner(Protocol):
     """Executes steps on the layers of one rank, and owns the pages of their keys and values.
 
     The order is `prepare`, `allocate`, steps, `release`.
+
+    Attributes:
+        can_draw: it has the whole model on this rank, and `run_and_draw`.
     """
+
+    can_draw: bool
 
     @property
     def block_bytes(self) -> int:
@@ -86,6 +91,16 @@ class StageRunner(Protocol):
         Returns:
             `[tokens, hidden]` for the next stage; on the last stage, behind the final norm, `[samples, hidden]`. It may
             be overwritten by the next call.
+        """
+
+    def run_and_draw(self, batch: StepBatch, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """`run`, `logits`, and a draw from softmax(logits / temperature) as of `categorical.Categorical`, at once.
+
+        Args:
+            uniforms: fp64 `[samples]` in [0, 1), contiguous; not read at temperature 0.
+
+        Returns:
+            tokens int64 `[samples]` and their log-probs `[samples]`, in memory of their own.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -122,8 +122,13 @@ class Session:
         """The leader's choice."""
         rows = self.rows[plan.group]
         rows.enter(plan, self.keys)
-        x = self.exchange.receive_hidden(len(plan.slots))
-        hidden = self.runner.run(rows.batch(plan, self.scheduler.tables), x)
+        batch = rows.batch(plan, self.scheduler.tables)
+        if self.runner.can_draw and self.params.draws_raw:
+            draws, _ = rows.draws(plan)
+            tokens, log_probs = self.runner.run_and_draw(batch, draws, self.params.temperature)
+            self.runner.copy_blocks(plan.copies)
+            return Choice(tokens, log_probs, None)
+        hidden = self.runner.run(batch, self.exchange.receive_hidden(len(plan.slots)))
         self.runner.copy_blocks(plan.copies)
         if not self.exchange.is_last:
             self.exchange.send_hidden(hidden)

@@ -22,6 +22,27 @@ void hf_stage(const Stage* stage, const Step* step, long first, long last, int b
     });
 }
 
+// All of a step where one rank has the whole model: layers, head, and the tokens.
+void hf_stage_and_draw(const Stage* stage, const Step* step, const Draw* draw) {
+    with_dtype(int(stage->dtype), [&]<class T>(T) {
+        Team& all = team();
+        all.run([&](int thread) {
+            StageThread<T> mine(all, thread, *stage, *step);
+            mine.begin();
+            for (long half = 0; half < 2 * stage->num_layers; ++half) mine.half(half);
+            mine.finish();
+            all.barrier();
+            mine.draw(*draw);
+        });
+    });
+}
+
+// Bytes of the statistics that `Draw::blocks` has for a sample.
+long hf_statistics_bytes(int dtype, long vocab) {
+    return vocab_blocks(vocab) * (Dtype(dtype) == Dtype::Float64 ? sizeof(BlockStatistics<double>)
+                                                                 : sizeof(BlockStatistics<float>));
+}
+
 // Block `pairs[2 i + 1]` of every layer becomes a copy of block `pairs[2 i]`.
 void hf_copy_blocks(const Stage* stage, const int64_t* pairs, long count, long number_bytes) {
     long block = stage->kv_heads * stage->head_dim * kPage * number_bytes;

@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "rows.h"
+#include "sample.h"
 #include "threads.h"
 
 namespace hf {
@@ -43,6 +44,17 @@ struct Step {
     const int64_t* sampled;
     const void* x;  // [tokens, hidden] of the stage before; null where ids are looked up
     void *h, *normed, *qkv, *seen, *partial, *active, *out;
+};
+
+// A token for each sample from softmax(logits / temperature), on a rank that has the whole head.
+struct Draw {
+    int64_t vocab;
+    double temperature;      // 0: the likeliest
+    const void* head;        // packed [vocab, hidden]
+    const double* uniforms;  // [samples]; not read at temperature 0
+    void *logits, *blocks;   // room: [samples, vocab] in the compute type, vocab_blocks(vocab) statistics a sample
+    int64_t* tokens;
+    void* log_probs;
 };
 
 template <class T> class StageThread {
@@ -93,6 +105,21 @@ public:
                          last ? sum.data() : to);
             if (last) rms_norm_row(sum.data(), (const T*)stage_.final_norm, hidden, stage_.eps, to);
         }
+    }
+
+    // Behind a barrier after `finish`.
+    void draw(const Draw& draw) {
+        long vocab = draw.vocab, rows = step_.samples;
+        C* logits = (C*)draw.logits;
+        auto* blocks = (BlockStatistics<C>*)draw.blocks;
+        gemm_part<T, C>(thread_, threads_, (const T*)step_.out, rows, stage_.hidden, draw.head, nullptr, vocab,
+                        stage_.hidden, 1, logits, vocab);
+        team_.barrier();
+        statistics_part(thread_, threads_, logits, rows, vocab, vocab, draw.temperature == 0 ? 1 : draw.temperature,
+                        blocks);
+        team_.barrier();
+        draw_part(thread_, threads_, logits, rows, vocab, vocab, draw.uniforms, draw.temperature, blocks, draw.tokens,
+                  (C*)draw.log_probs);
     }
 
 private:
