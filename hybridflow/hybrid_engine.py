@@ -1,6 +1,6 @@
 """The 3D-HybridEngine: the actor's weights, resharded from the training to the generation layout and freed after.
 
-Owns the generation stage and the ways that its weights come by (HybridFlow, arXiv 2409.19256, section 5). It never
+Owns a generation engine and the ways that its weights come by (HybridFlow, arXiv 2409.19256, section 5). It never
 trains and never samples.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridflow.engine.native import TrainEngine
 from hybridflow.generation.engine import Generator
+from hybridflow.generation.engines.interface import GenerationEngine
 from hybridflow.generation.limits import DEFAULT_LIMITS, GenerationLimits
 from hybridflow.generation.runners import make_runner
 from hybridflow.generation.weight_home import PackedHome, SharedHome, WeightHome, WeightMode
@@ -34,6 +35,7 @@ from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.share import TRAINING, with_training
 from hybridflow.weight_route import ReshardCheck, Route
 
+MakeEngine = Callable[[TrainEngine, Mesh], tuple[WeightHome, GenerationEngine]]  # of a train engine, on a mesh
 META = torch.device("meta")  # a stage without memory: the home of its weights gives it some, for each rollout
 
 
@@ -73,35 +75,22 @@ class HybridEngine:
         last_report: of the last reshard.
     """
 
-    def __init__(self, train: TrainEngine, mesh: Mesh, *, bucket_bytes: int,
-                 limits: GenerationLimits = DEFAULT_LIMITS, weights: WeightMode = WeightMode.PACKED,
-                 check: ReshardCheck = ReshardCheck.SAMPLED,
-                 decode: Callable[[Sequence[int]], str] | None = None,
-                 layers_per_stage: Sequence[int] | None = None) -> None:
+    def __init__(self, train: TrainEngine, mesh: Mesh, make: MakeEngine | None = None, *, bucket_bytes: int,
+                 check: ReshardCheck = ReshardCheck.SAMPLED) -> None:
         """
         Args:
             mesh: the generation mesh.
+            make: makes the generator and its home; None is `own_engine` as it comes.
             bucket_bytes: bounds what is in flight while weights move.
-            decode: as the generator's.
-            layers_per_stage: of generation; None for an even cut.
-
-        Raises:
-            ValueError: weights that are shared with an engine which waits on the host between its turns.
         """
         self.train, self.mesh = train, mesh
-        model, dtype = train.model, train.options.dtype
-        self.stage = generation_stage(model, mesh, dtype, META, layers_per_stage)
-        wanted = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL, None, layers_per_stage)
-        self.home = self._home_of(weights, wanted)
-        route = partial(Route, world=mesh.world, layout=train.grads.layout(), wire_dtype=dtype,
+        self.home, self.generator = (make or own_engine)(train, mesh)
+        route = partial(Route, world=mesh.world, layout=train.grads.layout(), wire_dtype=train.options.dtype,
                         bucket_bytes=bucket_bytes, check=check)
         self.from_training = self.after_step = route(train.shard_map, self.home.shard_map)
         if train.grads.sharded:
             shares = share_map(train.shard_map, train.grads.layout(), train.mesh, train.grads.sharded)
             self.after_step = route(shares, with_training(self.home.shard_map, train.shard_map))
-        runner = make_runner(self.stage, mesh, owns_weights=weights is WeightMode.PACKED,
-                             batch_invariant=train.options.batch_invariant)
-        self.generator = Generator(self.stage, mesh, model, runner, limits, decode)
         self.last_report = ReshardReport(0.0, 0, 0, 0)
         self._settle = settle_device(mesh.device)
         self._under_way: _UnderWay | None = None
@@ -132,14 +121,6 @@ class HybridEngine:
         """Give the memory of the generation weights back."""
         self.generator.sleep()
         self.home.free()
-
-    def _home_of(self, weights: WeightMode, wanted: ShardMap) -> WeightHome:
-        if weights is WeightMode.PACKED:
-            return PackedHome(self.stage, wanted, self.train.options.dtype, self.mesh.device)
-        if self.train.options.offload:
-            raise ValueError("weights shared with training are gone while the train engine waits on the host: choose "
-                             "packed weights, or an engine that stays")
-        return SharedHome(self.stage, self.train.shard_map, wanted, self.mesh.world.rank, self.mesh.device)
 
     def _round(self, route: Route, number: int) -> None:
         if number == 0:
@@ -191,6 +172,31 @@ class _UnderWay:
     received_before: int
     sources: dict[str, Tensor]
     destinations: dict[str, Tensor]
+
+
+def own_engine(train: TrainEngine, mesh: Mesh, *, limits: GenerationLimits = DEFAULT_LIMITS,
+               weights: WeightMode = WeightMode.PACKED, decode: Callable[[Sequence[int]], str] | None = None,
+               layers_per_stage: Sequence[int] | None = None) -> tuple[WeightHome, Generator]:
+    """Our generator for the weights of `train`, without memory for them yet.
+
+    Args:
+        decode: as the generator's.
+        layers_per_stage: of generation; None for an even cut.
+
+    Raises:
+        ValueError: weights that are shared with an engine which waits on the host between its turns.
+    """
+    model, options = train.model, train.options
+    stage = generation_stage(model, mesh, options.dtype, META, layers_per_stage)
+    wanted = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL, None, layers_per_stage)
+    is_packed = weights is WeightMode.PACKED
+    if not is_packed and options.offload:
+        raise ValueError("weights shared with training are gone while the train engine waits on the host: choose "
+                         "packed weights, or an engine that stays")
+    home = (PackedHome(stage, wanted, options.dtype, mesh.device) if is_packed else
+            SharedHome(stage, train.shard_map, wanted, mesh.world.rank, mesh.device))
+    runner = make_runner(stage, mesh, owns_weights=is_packed, batch_invariant=options.batch_invariant)
+    return home, Generator(stage, mesh, model, runner, limits, decode)
 
 
 def generation_stage(model: ModelConfig, mesh: Mesh, dtype: torch.dtype,

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hybridflow.engine.options import EngineOptions, TrainOptions
 from hybridflow.generation.engine import StaleWeightsError
 from hybridflow.generation.records import Prompt, SamplingParams
 from hybridflow.generation.weight_home import WeightMode
-from hybridflow.hybrid_engine import HybridEngine, generation_grid
+from hybridflow.hybrid_engine import HybridEngine, generation_grid, own_engine
 from hybridflow.models.config import Head
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.packing import MicroBatching
@@ -80,8 +81,8 @@ class Actor:
         self.engine = train_engine(world, case.train, model, Head.LANGUAGE_MODEL, train=options, vpp=case.vpp,
                                    dtype=case.dtype)
         grid = generation_grid(self.engine.shard_map, self.engine.mesh.grid, model, case.generation)
-        self.hybrid = HybridEngine(self.engine, Mesh(grid, world), bucket_bytes=case.bucket_bytes,
-                                   weights=case.weights, check=ReshardCheck.ALL)
+        self.hybrid = HybridEngine(self.engine, Mesh(grid, world), partial(own_engine, weights=case.weights),
+                                   bucket_bytes=case.bucket_bytes, check=ReshardCheck.ALL)
         self.role = TrainedRole(self.engine, MicroBatching(2), MicroBatching(2), Reduction(LossReduction.TOKEN_MEAN))
         self.world = world
         self.hybrid.generator.wake = self._note_and_wake
@@ -106,7 +107,7 @@ class Actor:
         type(self.hybrid.generator).wake(self.hybrid.generator, version)
 
     def _storages(self) -> dict[str, Tensor]:
-        return self.hybrid.home.storages or {name: p.data for name, p in self.hybrid.stage.named_parameters()}
+        return self.hybrid.home.storages or {name: p.data for name, p in self.hybrid.generator.stage.named_parameters()}
 
     def answers(self) -> str:
         return repr(self.hybrid.generator.generate(PROMPTS, PARAMS, 0, expected_version=self.engine.version))
@@ -181,7 +182,8 @@ def answers_of(world: World) -> list[tuple]:
         actor.update(0, direct=True)
         answers = actor.hybrid.generator.generate(PROMPTS, PARAMS, 0, expected_version=actor.engine.version)
         assert before != repr(answers)
-        fresh = HybridEngine(actor.engine, actor.hybrid.mesh, bucket_bytes=1 << 20, weights=weights)
+        fresh = HybridEngine(actor.engine, actor.hybrid.mesh, partial(own_engine, weights=weights),
+                             bucket_bytes=1 << 20)
         fresh.fill()
         again = fresh.generator.generate(PROMPTS, PARAMS, 0, expected_version=1)
         assert repr(again) == repr(answers)  # nothing that was cached under the weights before is left
@@ -203,13 +205,14 @@ def test_an_engine_that_waits_on_the_host_shares_nothing():
     engine = TrainEngine(tiny_model(), mesh, Head.LANGUAGE_MODEL, EngineOptions(offload=True), train=TrainOptions(),
                          adamw=AdamWSettings(), lr=LrSchedule(1e-3))
     with pytest.raises(ValueError, match="choose packed weights"):
-        HybridEngine(engine, mesh, bucket_bytes=1 << 20, weights=WeightMode.SHARED)
+        HybridEngine(engine, mesh, partial(own_engine, weights=WeightMode.SHARED), bucket_bytes=1 << 20)
 
 
 def spoilt(world: World, check: ReshardCheck, weights: WeightMode) -> str:
     """What the reshard says of one flipped bit in what has come to rank 1, and that no rank generates then."""
     actor = Actor(world, Case(Layout(tp=2, dp=2), Layout(dp=4)))
-    hybrid = HybridEngine(actor.engine, actor.hybrid.mesh, bucket_bytes=1 << 20, weights=weights, check=check)
+    hybrid = HybridEngine(actor.engine, actor.hybrid.mesh, partial(own_engine, weights=weights),
+                          bucket_bytes=1 << 20, check=check)
     verify = hybrid.from_training.verify
 
     def after_a_flip(src: dict[str, Tensor], dst: dict[str, Tensor], version: int) -> None:

@@ -1,5 +1,7 @@
 """The reshard of a real decoder: bytes at the lower bound, weights bit for bit, stale versions refused."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from hybridflow.bench.live_bytes import LiveBytes
 from hybridflow.generation.engine import StaleWeightsError
 from hybridflow.generation.records import Prompt, SamplingParams
 from hybridflow.generation.weight_home import WeightMode
-from hybridflow.hybrid_engine import HybridEngine, generation_grid
+from hybridflow.hybrid_engine import HybridEngine, generation_grid, own_engine
 from hybridflow.models.config import Head
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
@@ -29,16 +31,17 @@ def reshard(world: World, train: Layout, generation: Layout, tied: bool, bucket_
     engine = train_engine(world, train, model, Head.LANGUAGE_MODEL, dtype=torch.float32)
     grid = generation_grid(engine.shard_map, engine.mesh.grid, model, generation)
     hybrid = HybridEngine(engine, Mesh(grid, world), bucket_bytes=bucket_bytes)
-    assert sum(param.numel() for param in hybrid.stage.parameters()) == 0
+    assert sum(param.numel() for param in hybrid.generator.stage.parameters()) == 0
     hybrid.generator.runner.prepare = lambda: None  # weights stay as they came
     hybrid.fill()
     whole = train_engine(World.single(torch.device("cpu")), Layout(), model, Head.LANGUAGE_MODEL, dtype=torch.float32)
     canonical = {shard.box.name: shard.view(whole.storages) for shard in whole.shard_map.shards(0)}
-    storages = {name: param.data.contiguous() for name, param in hybrid.stage.named_parameters()}  # shards count rows
+    parameters = hybrid.generator.stage.named_parameters()
+    storages = {name: param.data.contiguous() for name, param in parameters}  # shards count rows
     wanted = decoder_shard_map(model, hybrid.mesh.grid, Head.LANGUAGE_MODEL).shards(world.rank)
     assert all(torch.equal(shard.view(storages), canonical[shard.box.name][shard.box.slices]) for shard in wanted)
     hybrid.free()
-    assert sum(param.numel() for param in hybrid.stage.parameters()) == 0
+    assert sum(param.numel() for param in hybrid.generator.stage.parameters()) == 0
     return hybrid.last_report.received_bytes, hybrid.last_report.lower_bound_bytes
 
 
@@ -81,8 +84,8 @@ def construction(world: World, weights: WeightMode) -> tuple[int, int]:
     engine = train_engine(world, Layout(2, 2, 1), model, Head.LANGUAGE_MODEL, dtype=torch.float32)
     mesh = Mesh(generation_grid(engine.shard_map, engine.mesh.grid, model, Layout(2, 1, 2)), world)
     with LiveBytes() as live:
-        hybrid = HybridEngine(engine, mesh, bucket_bytes=1 << 20, weights=weights)
-    assert all(param.device == mesh.device and not param.requires_grad for param in hybrid.stage.parameters())
+        hybrid = HybridEngine(engine, mesh, partial(own_engine, weights=weights), bucket_bytes=1 << 20)
+    assert all(param.device == mesh.device and not param.requires_grad for param in hybrid.generator.stage.parameters())
     wanted = decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL).shards(world.rank)
     return live.peak, sum(shard.box.numel for shard in wanted) * torch.float32.itemsize
 
@@ -99,7 +102,7 @@ GENERATED = [Prompt(i, 0, tuple(range(1, 4 + 5 * i))) for i in range(3)]
 def generated(world: World, train: Layout, generation: Layout, tied: bool, weights: WeightMode) -> list:
     engine = train_engine(world, train, tiny_model(tie_word_embeddings=tied), Head.LANGUAGE_MODEL)
     grid = generation_grid(engine.shard_map, engine.mesh.grid, engine.model, generation)
-    hybrid = HybridEngine(engine, Mesh(grid, world), bucket_bytes=1 << 20, weights=weights)
+    hybrid = HybridEngine(engine, Mesh(grid, world), partial(own_engine, weights=weights), bucket_bytes=1 << 20)
     hybrid.fill()
     return hybrid.generator.generate(GENERATED, SamplingParams(max_new_tokens=6), 0, expected_version=engine.version)
 

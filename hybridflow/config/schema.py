@@ -15,6 +15,7 @@ from hybridflow.config.words import (
     AlgorithmName,
     DataSource,
     Decay,
+    EngineName,
     GenerationBalance,
     GenerationWeights,
     GymScoring,
@@ -157,6 +158,8 @@ class GenerationLayoutConfig:
 class GenerationConfig:
     """How rollouts are sampled."""
 
+    engine: EngineName = EngineName.OWN
+    """Who generates: own | vllm (to be installed by you; each rank has a whole model and an engine of its own)."""
     layout: GenerationLayoutConfig = field(default_factory=GenerationLayoutConfig)
     """The actor's generation layout."""
     balance: GenerationBalance = GenerationBalance.OWN

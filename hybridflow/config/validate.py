@@ -31,6 +31,8 @@ from hybridflow.config.words import (
     AlgorithmName,
     DataSource,
     Decay,
+    EngineName,
+    GenerationBalance,
     GenerationWeights,
     KLWhere,
     MixedPrecision,
@@ -60,7 +62,7 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
         faults += [*unread, *(fault for fault in idle_keys(config) if fault.key not in known)]
         faults += [*_schedule(config, command), *_precision(config), *_memory(config)]
     if command is not Command.EXPORT:
-        faults += [*_generation(config), *_invariance(config, command)]
+        faults += [*_generation(config), *_invariance(config, command), *_vllm(config, command)]
     if command not in (Command.API, Command.COMPLETE, Command.EXPORT):
         faults += _data(config, command)
     return faults
@@ -205,6 +207,29 @@ def _invariance(config: Config, command: Command) -> Iterator[Fault]:
         if cp > 1:
             yield Fault(f"{key}.cp", cp, "cuts rows, and attention over parts of rows is not batch-invariant",
                         f"choose cp 1, {otherwise}")
+
+
+def _vllm(config: Config, command: Command) -> Iterator[Fault]:
+    """What an engine of others cannot do; whether it is installed is looked at where the run starts."""
+    generation, otherwise = config.generation, "or generation.engine own"
+    if generation.engine is not EngineName.VLLM:
+        return
+    for name, degree in (("tp", generation.layout.tp), ("pp", generation.layout.pp)):
+        if degree > 1:
+            yield Fault(f"generation.layout.{name}", degree, "vllm generates with a whole model on each rank",
+                        f"choose {name} 1, {otherwise}")
+    if generation.balance is GenerationBalance.SHARED:
+        yield Fault("generation.balance", "shared", "vllm is given all of a replica's prompts at once",
+                    f"choose own, {otherwise}")
+    if generation.batch_invariant and command is not Command.SFT:
+        yield Fault("generation.batch_invariant", True, "vllm has other kernels than training",
+                    f"choose false, {otherwise}")
+    if generation.weights is GenerationWeights.SHARED and not command.answers:
+        yield Fault("generation.weights", "shared", "vllm lays weights out in memory of its own",
+                    f"choose packed or null, {otherwise}")
+    if config.train.mixed_precision is MixedPrecision.FP64:
+        yield Fault("train.mixed_precision", "fp64", "vllm does not compute in it",
+                    f"choose no, bf16 or fp16, {otherwise}")
 
 
 def _schedule(config: Config, command: Command) -> Iterator[Fault]:

@@ -58,6 +58,11 @@ class KLEstimatorName(Enum):
     K3 = "k3"
 
 
+class EngineName(Enum):
+    OWN = "own"
+    VLLM = "vllm"
+
+
 class GenerationWeights(Enum):
     SHARED = "shared"
     PACKED = "packed"

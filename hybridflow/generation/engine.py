@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.generation.exchange import Exchange
-from hybridflow.generation.limits import DEFAULT_LIMITS, GenerationLimits
+from hybridflow.generation.limits import DEFAULT_LIMITS, GenerationLimits, ranks_of_host
 from hybridflow.generation.records import Completion, Prompt, SamplingParams
 from hybridflow.generation.runner import StageRunner
 from hybridflow.generation.scheduler import Scheduler
@@ -109,8 +109,8 @@ class Generator:
         """The scheduler and the pages; those of the calls before, with the prefixes they have cached, if there are."""
         if self.scheduler is None:
             longest, mesh = self._config.max_position_embeddings, self._mesh
-            local_ranks = min(mesh.world.size, mesh.world.nodes.ranks_per_node or mesh.world.size)
-            blocks = torch.tensor(self._limits.num_blocks(self.runner.block_bytes, longest, mesh.device, local_ranks))
+            blocks = torch.tensor(self._limits.num_blocks(self.runner.block_bytes, longest, mesh.device,
+                                                          ranks_of_host(mesh.world)))
             blocks = blocks.to(mesh.device)
             for group in (mesh.tp, mesh.pp):
                 all_reduce(blocks, group, dist.ReduceOp.MIN)

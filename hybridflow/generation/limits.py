@@ -12,6 +12,7 @@ import torch
 
 from hybridflow.generation.blocks import BLOCK_TOKENS
 from hybridflow.parallel.arithmetic import ceil_div
+from hybridflow.parallel.world import World
 
 MEMORY_SHARE = 0.5  # of what is free: training comes back to its part before the cache is given up
 
@@ -47,11 +48,20 @@ class GenerationLimits:
             max_length: tokens of the longest sequence.
             local_ranks: ranks that share the host's memory.
         """
-        room = self.max_cache_bytes or int(free_bytes(device, local_ranks) * MEMORY_SHARE)
-        return min(room // block_bytes, self.max_batch_rows * ceil_div(max_length, BLOCK_TOKENS))
+        most = self.max_batch_rows * ceil_div(max_length, BLOCK_TOKENS)
+        return min(self.room(device, local_ranks) // block_bytes, most)
+
+    def room(self, device: torch.device, local_ranks: int) -> int:
+        """Bytes that the cache of one rank may take."""
+        return self.max_cache_bytes or int(free_bytes(device, local_ranks) * MEMORY_SHARE)
 
 
 DEFAULT_LIMITS = GenerationLimits()
+
+
+def ranks_of_host(world: World) -> int:
+    """Ranks that share this rank's host."""
+    return min(world.size, world.nodes.ranks_per_node or world.size)
 
 
 def free_bytes(device: torch.device, local_ranks: int) -> int:

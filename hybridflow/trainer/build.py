@@ -6,6 +6,7 @@ The only module where config words become enums, tensors' dtypes and objects of 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -17,15 +18,17 @@ from hybridflow.config.batch_math import BatchMath, scored_at_once, trained_at_o
 from hybridflow.config.layouts import Role, generation_layout, role_layout
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config, OptimizerConfig
-from hybridflow.config.words import AlgorithmName, KLWhere
+from hybridflow.config.words import AlgorithmName, EngineName, KLWhere
 from hybridflow.engine.native import ForwardEngine, TrainEngine
 from hybridflow.engine.options import EngineOptions
 from hybridflow.generation.engine import Generator
+from hybridflow.generation.engines.interface import GenerationEngine
 from hybridflow.generation.limits import GenerationLimits
 from hybridflow.generation.records import SamplingParams
 from hybridflow.generation.runners import make_runner
+from hybridflow.generation.weight_home import WeightHome
 from hybridflow.generation.work_source import Balance
-from hybridflow.hybrid_engine import HybridEngine, generation_grid, generation_stage
+from hybridflow.hybrid_engine import HybridEngine, MakeEngine, generation_grid, generation_stage, own_engine
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.hf_import import load_hf
 from hybridflow.models.weights import decoder_shard_map
@@ -37,7 +40,7 @@ from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.world import World
 from hybridflow.trainer.advantage import Advantages, GrpoAdvantages, KlPenalty, PpoAdvantages
 from hybridflow.trainer.engine_options import DTYPES, MIB, engine_options, grid_of, train_options, weight_mode
-from hybridflow.trainer.inputs import Inputs, model_shape
+from hybridflow.trainer.inputs import Inputs, model_shape, text_folder
 from hybridflow.trainer.reward_source import FunctionRewards, ModelRewards
 from hybridflow.trainer.roles import Reduction, ScoringRole, TrainedRole
 from hybridflow.weight_route import ReshardCheck
@@ -81,9 +84,11 @@ class Builder:
         return self._scoring(Role.REFERENCE, Head.LANGUAGE_MODEL, self.config.model.path,
                              self.config.generation.temperature)
 
-    def generator(self) -> tuple[Generator, Mesh]:
+    def generator(self) -> tuple[GenerationEngine, Mesh]:
         """The actor's folder loaded straight into the generation layout, for answering alone."""
         model, mesh = self.inputs.model, self._mesh(generation_layout(self.config, self.world.size))
+        if self.config.generation.engine is EngineName.VLLM:
+            return self._loaded_vllm(model, mesh), mesh
         layers = self.config.generation.layout.layers_per_stage
         stage = generation_stage(model, mesh, self.dtype, layers_per_stage=layers)
         storages = {name: param.data for name, param in stage.named_parameters()}
@@ -100,11 +105,30 @@ class Builder:
         grid = generation_grid(engine.shard_map, engine.mesh.grid, engine.model, grid_of(wanted).layout,
                                self.world.nodes, within_node=self.config.generation.layout.within_node,
                                layers_per_stage=wanted.layers_per_stage)
-        return HybridEngine(actor.trainer, Mesh(grid, self.world),
+        return HybridEngine(actor.trainer, Mesh(grid, self.world), self._make_engine(),
                             bucket_bytes=self.config.generation.reshard_bucket_mb * MIB,
-                            limits=self._limits, weights=weight_mode(self.config, self.dtype, self.world.device),
-                            check=ReshardCheck(self.config.generation.reshard_check.value),
-                            decode=self.inputs.tokenizer.decode, layers_per_stage=wanted.layers_per_stage)
+                            check=ReshardCheck(self.config.generation.reshard_check.value))
+
+    def _make_engine(self) -> MakeEngine:
+        """What makes the engine of generation.engine."""
+        if self.config.generation.engine is EngineName.VLLM:
+            return lambda train, mesh: self._vllm(train.model, mesh)
+        return partial(own_engine, limits=self._limits, decode=self.inputs.tokenizer.decode,
+                       weights=weight_mode(self.config, self.dtype, self.world.device),
+                       layers_per_stage=self.config.generation.layout.layers_per_stage)
+
+    def _loaded_vllm(self, model: ModelConfig, mesh: Mesh) -> GenerationEngine:
+        home, engine = self._vllm(model, mesh)
+        load_hf(self.config.model.path, home.take({}), home.shard_map, self.world.rank)
+        home.ready()
+        engine.wake()
+        return engine
+
+    def _vllm(self, model: ModelConfig, mesh: Mesh) -> tuple[WeightHome, GenerationEngine]:
+        from hybridflow.generation.engines.vllm import vllm_engine  # imported only where it is chosen
+
+        tokenizer = text_folder(self.config) if self.inputs.ends.strings else None
+        return vllm_engine(model, mesh, self.dtype, self._limits, tokenizer)
 
     @property
     def balance(self) -> Balance:

@@ -13,6 +13,7 @@ import torch
 
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
+from hybridflow.config.words import EngineName
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.kernels.native_build import Unavailable, native_library
 from hybridflow.models.config import Head, ModelConfig
@@ -50,7 +51,7 @@ class Inputs:
 
         Raises:
             ValueError: a file, a model's tensors, an id to stop at, or the reward function is not as it must be, or
-                this machine cannot compute as generation.batch_invariant asks.
+                this machine cannot compute as generation.batch_invariant asks, or has no generation.engine.
         """
         if config.generation.batch_invariant:
             require_invariance(default_device(0))
@@ -61,6 +62,8 @@ class Inputs:
             require_weights("model.critic.path", config.model.critic.path, Head.VALUE)
             require_weights("model.reward_model.path", config.model.reward_model.path, Head.SCORE)
         ends = response_ends(config.generation.stop, opened, model)
+        if config.generation.engine is EngineName.VLLM:
+            require_vllm(config, ends)
         return cls(config, opened, model, ends, _reward_function(config) if scores else None)
 
 
@@ -77,6 +80,27 @@ def require_invariance(device: torch.device) -> None:
         why = f"the native kernels cannot be had: {found.reason}"
     if why is not None:
         raise ValueError(f"generation.batch_invariant = true: {why}; choose false")
+
+
+def require_vllm(config: Config, ends: ResponseEnds) -> None:
+    """What generation.engine vllm needs is there.
+
+    Raises:
+        ValueError: vLLM cannot be imported (with the reason), or cannot find the strings that end a response.
+    """
+    if ends.strings and text_folder(config) is None:
+        raise ValueError(f"generation.stop {ends.strings[0]!r} has several tokens, and vllm looks for it in texts of a "
+                         "Hugging Face tokenizer alone; name the folder of one in model.tokenizer, or choose "
+                         "generation.engine own")
+    from hybridflow.generation.engines.vllm import import_vllm  # it is imported only where it is chosen
+
+    import_vllm()
+
+
+def text_folder(config: Config) -> str | None:
+    """The folder of a tokenizer that transformers opens; None where it is a sentencepiece file."""
+    path = config.model.tokenizer or config.model.path
+    return path if path is not None and Path(path, "tokenizer_config.json").is_file() else None
 
 
 def model_shape(config: Config, path: str | None, tokenizer: Tokenizer | None) -> ModelConfig:

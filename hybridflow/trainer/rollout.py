@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hybridflow.batch import Batch, RowsOfRank
 from hybridflow.data.loader import TokenisedPrompt
-from hybridflow.generation.engine import Generator
+from hybridflow.generation.engines.interface import GenerationEngine
 from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
 from hybridflow.generation.work_source import Balance, OwnShare, SharedQueue
 from hybridflow.hybrid_engine import HybridEngine
@@ -103,7 +103,7 @@ class Sampler:
                 "reshard/seconds": slowest}
 
 
-def answer(generator: Generator, mesh: Mesh, prompts: Sequence[TokenisedPrompt], params: SamplingParams, *,
+def answer(generator: GenerationEngine, mesh: Mesh, prompts: Sequence[TokenisedPrompt], params: SamplingParams, *,
            samples: int, seed: int, version: int | None, dtype: torch.dtype, balance: Balance = Balance.OWN) -> Rollout:
     """Let the replicas of `mesh` answer `prompts` under the weights of `version` (None: whatever they are). Collective.
 
@@ -126,14 +126,14 @@ def answer(generator: Generator, mesh: Mesh, prompts: Sequence[TokenisedPrompt],
     return Rollout(batch, answered.finished)
 
 
-def complete(generator: Generator, mesh: Mesh, requests: Sequence[Prompt], params: SamplingParams, *, seed: int,
+def complete(generator: GenerationEngine, mesh: Mesh, requests: Sequence[Prompt], params: SamplingParams, *, seed: int,
              version: int | None = None, balance: Balance = Balance.OWN,
              interrupt: Callable[[], bool] | None = None) -> dict[int, Completion]:
     """Completions that this replica of `mesh` made, by the place of their request, on all of its ranks. Collective.
 
     Args:
         requests: the same on all replicas.
-        version, interrupt: as `Generator.generate` has them. Interrupted, requests that no replica has begun are
+        version, interrupt: as `GenerationEngine.generate` has them. Interrupted, requests that no replica has begun are
             nowhere.
     """
     replicas = mesh.layout.dp

@@ -6,10 +6,11 @@ adapt only when they are made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hybridflow.generation.records import Completion, Prompt, SamplingParams
+from hybridflow.generation.work_source import WorkSource
 
 
 class GenerationEngine(Protocol):
@@ -32,11 +33,17 @@ class GenerationEngine(Protocol):
         """Give back what generation takes; the weights may go."""
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int,
-                 expected_version: int | None = None) -> list[Completion]:
+                 expected_version: int | None = None, *, source: WorkSource | None = None,
+                 interrupt: Callable[[], bool] | None = None) -> list[Completion]:
         """Complete the prompts, in their order. A sample depends on the weights, `params`, `seed` and its own `Prompt`.
 
         Its log-probs are raw ones, under the sampling temperature and before anything else, for the algorithm; where
         tokens were drawn from something else, the processed ones are there too.
+
+        Args:
+            source: hands prompts out by their index; completions are of those that were taken, in their order. None:
+                all are taken.
+            interrupt: asked now and then whether to stop; what is not finished then comes back as `INTERRUPTED`.
 
         Raises:
             StaleWeightsError: the weights have another version than is expected, or there are none.

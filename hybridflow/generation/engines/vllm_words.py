@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.generation.random import splitmix64, stream_keys
-from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
+from hybridflow.generation.records import Begun, Completion, FinishReason, Prompt, SamplingParams
 
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.INTERRUPTED}
 
@@ -62,6 +62,13 @@ def num_begun(prompt: Prompt) -> int:
 def chosen_log_probs(ids: Sequence[int], entries: Sequence[Mapping[int, Any]]) -> list[float]:
     """The log-prob of each token from vLLM's maps, token id -> an entry with `logprob`."""
     return [entry[token].logprob for token, entry in zip(ids, entries, strict=True)]
+
+
+def unfinished(prompt: Prompt) -> Completion:
+    """The answer to a prompt with which nothing was done: what was begun."""
+    begun = prompt.begun or Begun((), (), None, ())
+    return Completion(prompt.id, prompt.sample, prompt.ids, begun.response_ids, begun.log_probs,
+                      FinishReason.INTERRUPTED, begun.processed_log_probs, begun.versions)
 
 
 def completion(prompt: Prompt, ids: Sequence[int], reason: str | None, log_probs: Sequence[float],
