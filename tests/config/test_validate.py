@@ -67,6 +67,24 @@ def test_the_same_bits_in_training_and_generation_ask_something_of_both():
     assert faults(4, mode, "train.layout.cp=2", "model.path=m", command=Command.GENERATE, tree={}) == {}
 
 
+def test_what_vllm_cannot_do_is_told_at_once():
+    vllm = "generation.engine=vllm"
+    asked = ("generation.layout={tp: 2, pp: 2}", "generation.balance=shared", "generation.batch_invariant=true",
+             "generation.weights=shared", "train.mixed_precision=fp64")
+    keys = ["generation.layout.tp", "generation.layout.pp", "generation.balance", "generation.batch_invariant",
+            "generation.weights", "train.mixed_precision"]
+    for command in (Command.TRAIN, Command.API):
+        told = faults(4, vllm, *asked, command=command)
+        assert [key for key in keys if "vllm" in told[key]] == keys
+    assert told["generation.layout.tp"] == ("generation.layout.tp = 2: vllm generates with a whole model on each rank; "
+                                            "choose tp 1, or generation.engine own")
+    answering = faults(4, vllm, *asked, "model.path=m", command=Command.GENERATE, tree={})
+    assert list(answering) == [key for key in keys if key != "generation.weights"]
+    for precision in ("no", "bf16", "fp16"):
+        assert faults(4, vllm, f"train.mixed_precision={precision}", "generation.weights=packed",
+                      "train.layout.tp=2") == {}
+
+
 def test_shared_generation_weights_need_the_actor_in_place():
     shared, away = "generation.weights=shared", "train.offload.roles=true"
     assert faults(4, shared) == faults(4, away) == faults(4, away, "generation.weights=packed") == {}

@@ -1,6 +1,7 @@
 """What a run reads before its ranks meet: the tensors of every model that it will load."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.weights import canonical_shapes
 from hybridflow.response_text import ResponseEnds
 from hybridflow.trainer import inputs
-from hybridflow.trainer.inputs import require_invariance, require_weights, response_ends
+from hybridflow.trainer.inputs import require_invariance, require_vllm, require_weights, response_ends
+from tests.config.builders import config
 
 SHAPE = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
          "num_attention_heads": 4}
@@ -51,6 +53,18 @@ def test_stops_are_ids_strings_of_one_token_and_other_strings():
     assert ends == ResponseEnds((2, 4, 9, 7, 10), ("ab",))
     with pytest.raises(ValueError, match=r"stop 32 is no id of the vocabulary; ids are 0 to 31; generation.stop 'z'"):
         response_ends([32, "z"], Words(), model)
+
+
+def test_vllm_must_be_there_and_know_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
+    asked = config("generation.engine=vllm", f"model.tokenizer={tmp_path}")
+    with pytest.raises(ValueError, match=r"engine = vllm: .* cannot import vLLM \(.*vllm.*\); install it there, or"):
+        require_vllm(asked, ResponseEnds((2,), ()))
+    with pytest.raises(ValueError, match="'ab' has several tokens, .* name the folder of one in model.tokenizer"):
+        require_vllm(asked, ResponseEnds((2,), ("ab",)))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot import vLLM"):
+        require_vllm(asked, ResponseEnds((2,), ("ab",)))
 
 
 def test_the_same_bits_need_a_cpu_with_a_compiler(monkeypatch: pytest.MonkeyPatch):

@@ -18,8 +18,9 @@ from hybridflow.trainer.prompts import read_records, training_prompts
 from hybridflow.trainer.rl import RLTrainer
 from tests.trainer.runs import tiny_config
 
-KEYS = ("generation.engine=vllm", "train.mixed_precision=no", "algorithm.name=grpo", "algorithm.kl={where: none}",
-        "generation.max_rows=8", "generation.kv_cache_mb=32", "generation.reshard_check=all")
+KEYS = ("generation.engine=vllm", "model.spec.head_dim=32", "train.mixed_precision=no", "algorithm.name=grpo",
+        "algorithm.kl={where: none}", "generation.max_rows=8", "generation.kv_cache_mb=32",
+        "generation.reshard_check=all")  # vLLM on a CPU attends in no narrower heads
 STEPS = 2
 
 
