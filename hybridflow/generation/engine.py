@@ -92,7 +92,7 @@ class Generator:
         if self.weight_version is None or expected_version not in (None, self.weight_version):
             raise StaleWeightsError(f"generation expects weight version {expected_version}, but the stage holds "
                                     f"{self.weight_version}: load the weights of this version before generating")
-        _check_requests(prompts, params, self._config, self._decode is not None)
+        check_requests(prompts, params, self._config, self._decode is not None)
         with torch.inference_mode():
             scheduler = self._ready_scheduler()
             exchange = Exchange(self._mesh, params.draws_raw, self._config.hidden_size, self.stage.dtype)
@@ -121,8 +121,11 @@ class Generator:
         return self.scheduler
 
 
-def _check_requests(prompts: Sequence[Prompt], params: SamplingParams, config: ModelConfig, has_text: bool) -> None:
-    """Refuse what cannot be generated, all faults at once."""
+def check_requests(prompts: Sequence[Prompt], params: SamplingParams, config: ModelConfig, has_text: bool) -> None:
+    """
+    Raises:
+        ValueError: what cannot be generated, all faults at once.
+    """
     room = config.max_position_embeddings - params.max_new_tokens
     faults = [f"stop id {stop} is not in the vocabulary of {config.vocab_size}"
               for stop in params.stop_ids if not 0 <= stop < config.vocab_size]

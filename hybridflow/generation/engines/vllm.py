@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridflow.generation.engine import StaleWeightsError
+from hybridflow.generation.engine import StaleWeightsError, check_requests
 from hybridflow.generation.engines.vllm_words import (
     chosen_log_probs,
     completion,
@@ -97,13 +97,15 @@ class VllmEngine:
         self._config, self._has_text = config, tokenizer is not None
         self.home = VllmHome(self, canonical_shapes(config, Head.LANGUAGE_MODEL), dtype, ranks, device)
         self.weight_version: int | None = None
+        room = (max_length or config.max_position_embeddings) + 1  # `_raw` asks for a token behind the longest sequence
         with tempfile.TemporaryDirectory() as folder:  # it wants a folder, of which it reads the config alone
-            Path(folder, "config.json").write_text(json.dumps(config.to_hf_dict()))
+            Path(folder, "config.json").write_text(json.dumps(config.to_hf_dict() | {"max_position_embeddings": room}))
             self._llm = import_vllm().LLM(
                 folder, tokenizer=tokenizer, skip_tokenizer_init=tokenizer is None, load_format="dummy",
-                dtype=NAMES[dtype], max_model_len=max_length or config.max_position_embeddings,
-                max_num_seqs=max_rows, kv_cache_memory_bytes=max_cache_bytes, logprobs_mode="processed_logprobs",
-                disable_log_stats=True, **settings)
+                dtype=NAMES[dtype], max_model_len=room, max_num_seqs=max_rows, kv_cache_memory_bytes=max_cache_bytes,
+                logprobs_mode="processed_logprobs", disable_log_stats=True, **settings)
+        if len(ranks) > 1:  # its end would be that of all process groups, the job's too, which has more to do or is over
+            self._llm.llm_engine.engine_core._finalizer.detach()
         self._is_asleep = False
         self._can_sleep = self._llm.model_config.enable_sleep_mode
 
@@ -141,9 +143,7 @@ class VllmEngine:
         if version is None or expected_version not in (None, version):
             raise StaleWeightsError(f"generation expects weight version {expected_version}, but vLLM holds {version}: "
                                     "load the weights of this version before generating")
-        if params.stop_strings and not self._has_text:
-            raise ValueError(f"generation: stop strings {list(params.stop_strings)} need a tokenizer; make the engine "
-                             "with one")
+        check_requests(prompts, params, self._config, self._has_text)
         if interrupt is not None and interrupt():
             return [] if source is not None else [unfinished(prompt) for prompt in prompts]
         prompts = prompts if source is None else [prompts[index] for index in _taken(source)]
@@ -200,7 +200,7 @@ def vllm_engine(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, limits: Gen
 def _cache_bytes(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, limits: GenerationLimits) -> int:
     """What `limits` allow, but no more than as many of the longest sequences as they allow need."""
     token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    sequence = round_up(config.max_position_embeddings, LARGEST_BLOCK) * token
+    sequence = round_up(config.max_position_embeddings + 1, LARGEST_BLOCK) * token
     return min(limits.room(mesh.device, ranks_of_host(mesh.world)), (limits.max_batch_rows + 1) * sequence)
 
 
