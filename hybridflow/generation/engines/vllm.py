@@ -104,7 +104,7 @@ class VllmEngine:
                 folder, tokenizer=tokenizer, skip_tokenizer_init=tokenizer is None, load_format="dummy",
                 dtype=NAMES[dtype], max_model_len=room, max_num_seqs=max_rows, kv_cache_memory_bytes=max_cache_bytes,
                 logprobs_mode="processed_logprobs", disable_log_stats=True, **settings)
-        if len(ranks) > 1:  # its end would be that of all process groups, the job's too, which has more to do or is over
+        if len(ranks) > 1:  # its end would be that of all process groups, the job's own among them
             self._llm.llm_engine.engine_core._finalizer.detach()
         self._is_asleep = False
         self._can_sleep = self._llm.model_config.enable_sleep_mode
