@@ -15,15 +15,17 @@ import torch
 from hybridflow.bench.generate_options import VLLM_PYTHON
 from hybridflow.generation.engine import Generator
 from hybridflow.generation.engines.interface import GenerationEngine
-from hybridflow.generation.engines.vllm import VllmEngine, VllmHome
+from hybridflow.generation.engines.vllm import VllmEngine, VllmHome, _taken
 from hybridflow.generation.engines.vllm_words import (
     chosen_log_probs,
     completion,
     request_ids,
     request_seed,
     request_words,
+    unfinished,
 )
 from hybridflow.generation.records import Begun, Completion, FinishReason, Prompt, SamplingParams
+from hybridflow.generation.work_source import OwnShare
 
 ROOT = Path(__file__).parent.parent.parent
 HALF = Begun((7, 8), (-1.0, -2.0), None, (3, 3))
@@ -71,6 +73,18 @@ def test_answers_come_back_in_our_records():
         completion(Prompt(1, 2, (5,)), [], "error", [], None, 3)
 
 
+def test_a_share_is_taken_whole_and_what_nothing_was_done_with_comes_back_as_it_came():
+    prompts = [Prompt(i // 3, i % 3, (i // 3,) * (i + 1)) for i in range(9)]
+    params = SamplingParams(8)
+    shares = [OwnShare(prompts, params, 2, replica) for replica in range(2)]
+    taken = [_taken(share) for share in shares]
+    assert sorted(taken[0] + taken[1]) == list(range(9))
+    assert taken == [sorted(taken[0]), sorted(taken[1])] == [sorted(share.taken) for share in shares]
+    assert unfinished(Prompt(1, 2, (5,))) == Completion(1, 2, (5,), (), (), FinishReason.INTERRUPTED, None, ())
+    assert unfinished(Prompt(1, 2, (5,), HALF)) == Completion(1, 2, (5,), (7, 8), (-1.0, -2.0),
+                                                              FinishReason.INTERRUPTED, None, (3, 3))
+
+
 @pytest.mark.parametrize("engine", [Generator, VllmEngine])
 def test_engines_have_the_interface(engine: type):
     for name in ("wake", "sleep", "generate"):
@@ -81,8 +95,9 @@ def test_engines_have_the_interface(engine: type):
 
 
 def test_the_home_of_vllm_wants_whole_tensors():
-    home = VllmHome(None, {"a": (4, 3), "b": (5,)}, torch.bfloat16)
+    home = VllmHome(None, {"a": (4, 3), "b": (5,)}, torch.bfloat16, ranks=(1, 0))
     storages = home.take({})
+    assert home.shard_map.shards(1) == home.shard_map.shards(0) and home.shard_map.ranks == (1, 0)
     assert home.taken_bytes == 34 == sum(tensor.nbytes for tensor in storages.values())
     for shard in home.shard_map.shards(0):
         shard.view(storages).fill_(1)
