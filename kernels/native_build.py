@@ -61,9 +61,9 @@ def build(environment: Mapping[str, str], sources: Path) -> NativeLibrary | Unav
     try:
         path = library_path(environment, sources, command)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
+        if not _is_whole(path):
             with _locked(path.with_suffix(".lock")):
-                if not path.exists():
+                if not _is_whole(path):
                     _compile(command, sources, path)
         return NativeLibrary(path, ctypes.CDLL(str(path)))
     except subprocess.CalledProcessError as error:
@@ -76,8 +76,11 @@ def compiler(environment: Mapping[str, str]) -> list[str] | Unavailable:
     """The compiler's command: $CXX where it is set, otherwise the first of `COMPILERS` on the PATH."""
     chosen = environment.get("CXX", "")
     for name in [chosen] if chosen else COMPILERS:
-        words = shlex.split(name)
-        if shutil.which(words[0], path=environment.get("PATH")) is not None:
+        try:
+            words = shlex.split(name)
+        except ValueError as error:
+            return Unavailable(f"CXX={chosen} cannot be read: {error}")
+        if words and shutil.which(words[0], path=environment.get("PATH")) is not None:
             return words
     wanted = f"CXX={chosen} is not on the PATH" if chosen else f"none of {', '.join(COMPILERS)} is on the PATH"
     return Unavailable(f"no C++ compiler: {wanted}; set CXX to one that knows C++20")
@@ -125,7 +128,22 @@ def _compile(command: list[str], sources: Path, target: Path) -> None:
         library = f"{folder}/{target.name}"
         subprocess.run([*command, "-shared", "-pthread", *objects, "-o", library], check=True, capture_output=True,
                        text=True)
+        digest = Path(folder, "digest")
+        digest.write_text(_digest_of(Path(library)))
         os.replace(library, target)
+        os.replace(digest, target.with_suffix(".sha256"))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the library is there as it was compiled: one that a full disk or a lost power supply has cut short would
+    end the process that loads it.
+    """
+    digest = path.with_suffix(".sha256")
+    return path.exists() and digest.exists() and digest.read_text() == _digest_of(path)
+
+
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @contextmanager

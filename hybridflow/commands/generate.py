@@ -6,6 +6,7 @@ Owns the form of an answer's line. How answers are found is generation's, what a
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -91,13 +92,19 @@ def _of_file(inputs: Inputs, path: Path) -> list[Asked]:
 def _require_place(path: Path) -> None:
     """
     Raises:
-        ValueError: there is a folder in the place of the file, or a file in that of a folder.
+        ValueError: a file cannot be written there.
     """
     if path.is_dir():
         raise ValueError(f"--out {path}: is a folder; give a file")
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if not parent.is_dir():
-        raise ValueError(f"--out {path}: {parent} is a file, so that no folder can be made there")
+    there = path if path.exists() else next(folder for folder in path.absolute().parents if folder.exists())
+    if there != path and not there.is_dir():
+        raise ValueError(f"--out {path}: {there} is a file, so that no folder can be made there")
+    try:  # asking is not enough: a file system may refuse what permissions allow
+        with path.open("ab") if there == path else tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {path}: {there} cannot be written to ({error.strerror}); give a file in a folder of "
+                         "your own") from None
 
 
 def _run(inputs: Inputs, task: Task) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hybridflow.config.faults import Fault
 from hybridflow.config.schema import Config
+from hybridflow.generation.records import is_moderate
 
 Test = Callable[[Any], bool]
 
@@ -48,7 +49,7 @@ BOUNDS = (
     Bound(
         ("train.optimizer.lr", "train.critic_optimizer.lr", "train.optimizer.weight_decay",
          "train.critic_optimizer.weight_decay", "train.optimizer.min_lr", "train.critic_optimizer.min_lr",
-         "generation.temperature", "algorithm.entropy_coef", "algorithm.kl.coef", "algorithm.value_loss_coef"),
+         "algorithm.entropy_coef", "algorithm.kl.coef", "algorithm.value_loss_coef"),
         lambda x: 0 <= x < float("inf"), "must be a finite number that is not negative", "choose 0 or more",
     ),
     Bound(
@@ -61,7 +62,9 @@ BOUNDS = (
     Bound(("algorithm.clip.low",), lambda x: 0 < x < 1, "must lie between 0 and 1", "choose e.g. 0.2"),
     Bound(("algorithm.clip.dual",), lambda x: 1 < x < float("inf"), "must be above 1", "choose e.g. 3.0"),
     Bound(("algorithm.gamma", "algorithm.lam"), lambda x: 0 <= x <= 1, "must lie in [0, 1]", "choose e.g. 1.0"),
-    Bound(("generation.repetition_penalty",), lambda x: 0 < x < float("inf"), "must be a finite number above 0",
+    Bound(("generation.temperature",), lambda x: x == 0 or is_moderate(x), "must be 0 (greedy) or lie in [1e-6, 1e6]",
+          "choose e.g. 1.0"),
+    Bound(("generation.repetition_penalty",), is_moderate, "must lie in [1e-6, 1e6]",
           "choose 1.0 for none, or e.g. 1.1"),
     Bound(("generation.min_p",), lambda x: 0 <= x <= 1, "must lie in [0, 1]", "choose 0.0 for no cut, or e.g. 0.05"),
     Bound(("generation.top_p",), lambda x: 0 < x <= 1, "must lie in (0, 1]", "choose 1.0 for no cut"),

@@ -81,8 +81,17 @@ class HuggingFaceTokenizer:
         return not isinstance(prompt, str) and self.tokenizer.chat_template is not None
 
     def _render(self, prompt: Prompt) -> str:
+        """
+        Raises:
+            ValueError: the template has rules of its own (who speaks first, say), and the messages break one.
+        """
+        from jinja2 import TemplateError  # comes with what renders templates
+
         messages = [{"role": message.role, "content": message.content} for message in prompt]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(f"the tokenizer's chat template refuses the messages: {error}") from error
 
 
 def _generation_eos(folder: Path) -> list[int]:

@@ -138,6 +138,11 @@ def check_requests(prompts: Sequence[Prompt], params: SamplingParams, config: Mo
             faults.append(f"prompt id {prompt.id} has {len(prompt.ids)} tokens; with max_new_tokens "
                           f"{params.max_new_tokens} it may have {room} (max_position_embeddings "
                           f"{config.max_position_embeddings})")
+        ids = prompt.ids if prompt.begun is None else prompt.ids + prompt.begun.response_ids
+        faults += [f"prompt id {prompt.id} has token {token}, which is not in the vocabulary of {config.vocab_size}"
+                   for token in (min(ids, default=0), max(ids, default=0)) if not 0 <= token < config.vocab_size]
+        if not (-2**63 <= prompt.id < 2**63 and 0 <= prompt.sample < 2**63):
+            faults.append(f"prompt id {prompt.id}, sample {prompt.sample}: both must be numbers of 64 bits")
         begun = 0 if prompt.begun is None else len(prompt.begun.response_ids)
         if prompt.longest(params) <= begun:
             faults.append(f"prompt id {prompt.id}, sample {prompt.sample} may have {prompt.longest(params)} response "

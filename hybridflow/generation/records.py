@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 
+def is_moderate(factor: float) -> bool:
+    """Whether fp32 logits can be multiplied and divided by it."""
+    return 1e-6 <= factor <= 1e6
+
+
 class FinishReason(Enum):
     """Why a response ended: a stop token was sampled (and is its last token) or completed a stop string; it has
     `max_new_tokens` tokens; or generation was interrupted, and it can be resumed.
@@ -57,14 +62,14 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        infinity = float("inf")
         rules = [
             ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1, such as 64"),
             ("min_new_tokens", self.min_new_tokens, 0 <= self.min_new_tokens <= self.max_new_tokens,
              f"0 (off) or more, and at most max_new_tokens {self.max_new_tokens}"),
-            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < infinity,
-             "a finite number above 0, such as 1.1; 1 is off"),
-            ("temperature", self.temperature, 0 <= self.temperature < infinity, "0 (greedy) or more, such as 1.0"),
+            ("repetition_penalty", self.repetition_penalty, is_moderate(self.repetition_penalty),
+             "from 1e-6 to 1e6, such as 1.1; 1 is off"),
+            ("temperature", self.temperature, self.temperature == 0 or is_moderate(self.temperature),
+             "0 (greedy) or from 1e-6 to 1e6, such as 1.0"),
             ("top_k", self.top_k, self.top_k >= 0, "0 (off) or more, such as 50"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (off), such as 0.95"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "0 (off) or more and at most 1, such as 0.05"),

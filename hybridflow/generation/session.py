@@ -204,6 +204,7 @@ class Session:
         begun = prompt.begun or NOTHING
         ids, log_probs = new.ids.tolist(), new.log_probs.tolist()
         _check_numbers(prompt, log_probs, len(begun.response_ids))
+        _check_numbers(prompt, [] if new.processed is None else new.processed.tolist(), len(begun.response_ids))
         reason = FinishReason.INTERRUPTED
         if ended:
             reason = FinishReason.STOP if stopped else FinishReason.LENGTH

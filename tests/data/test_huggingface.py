@@ -84,6 +84,12 @@ def test_saving_copies_the_files_as_they_are(tmp_path):
     assert again.encode_prompt(CHAT) == ours.encode_prompt(CHAT) and again.stop_ids == ours.stop_ids
 
 
+def test_messages_that_a_template_refuses_are_an_error_of_the_prompt(tmp_path):
+    write_folder(tmp_path, template="{{ raise_exception('the user speaks first') }}")
+    with pytest.raises(ValueError, match="chat template refuses the messages: the user speaks first"):
+        open_tokenizer(tmp_path).encode_prompt(CHAT)
+
+
 def test_without_a_template_chats_are_plain(tmp_path):
     write_folder(tmp_path, template=None)
     ours = open_tokenizer(tmp_path)

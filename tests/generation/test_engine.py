@@ -228,9 +228,12 @@ def test_one_token_responses_and_no_prompts():
 
 def test_all_faults_of_a_request_are_named_at_once():
     long = Prompt(8, 0, (1,) * 500)
+    foreign = [Prompt(1, 0, (3, 37)), Prompt(2, 0, (-1,)), Prompt(2**63, 0, (1,))]
     with pytest.raises(ValueError) as error:
-        make_generator().generate([Prompt(7, 0, ()), long], replace(PARAMS, stop_ids=(37,)), seed=0)
+        make_generator().generate([Prompt(7, 0, ()), long, *foreign], replace(PARAMS, stop_ids=(37,)), seed=0)
     for part in ("stop id 37 is not in the vocabulary of 37", "prompt id 7 is empty",
+                 "prompt id 1 has token 37, which is not in the vocabulary of 37", "prompt id 2 has token -1",
+                 "prompt id 9223372036854775808, sample 0: both must be numbers of 64 bits",
                  "prompt id 8 has 500 tokens; with max_new_tokens 24 it may have 488 (max_position_embeddings 512)"):
         assert part in str(error.value)
 

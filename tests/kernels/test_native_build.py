@@ -56,7 +56,7 @@ def test_compiled_once_by_many_at_a_time_and_found_again(sources, environment, t
     assert len({each.path for each in found}) == 1
     assert calls(tmp_path) == 2  # one for each source
     left = sorted(path.suffix for path in found[0].path.parent.iterdir())
-    assert left == [".lock", ".so"]
+    assert left == [".lock", ".sha256", ".so"]
 
 
 def test_other_sources_another_library(sources, environment, tmp_path):
@@ -102,3 +102,22 @@ def test_a_cache_that_cannot_be_written_is_named(sources, environment, tmp_path)
 
 def test_sources_are_installed_beside_the_module():
     assert {"api.cpp", "gemm.h", "threads.h"} <= {path.name for path in SOURCES.iterdir()}
+
+
+@pytest.mark.parametrize("spoil", [lambda _: b"", lambda whole: whole[:-100], lambda whole: whole[:-100] + bytes(100)],
+                         ids=["empty", "short", "zeros"])
+def test_a_library_that_is_not_whole_is_compiled_again(spoil, sources, environment, tmp_path):
+    path = library_path(environment, sources, shlex.split(environment["CXX"]))
+    path.parent.mkdir(parents=True)
+    digest = path.with_suffix(".sha256")
+    made = build(environment | {"XDG_CACHE_HOME": str(tmp_path / "other")}, sources)
+    path.write_bytes(spoil(made.path.read_bytes()))  # of another place: this process has that one open
+    digest.write_text(made.path.with_suffix(".sha256").read_text())
+    assert build(environment, sources).library.sum() == 44
+    assert calls(tmp_path) == 4
+
+
+@pytest.mark.parametrize("command", ["  ", '"g++', "/nowhere/g++"])
+def test_a_compiler_that_is_none_is_named(command, sources, environment):
+    found = build(environment | {"CXX": command}, sources)
+    assert isinstance(found, Unavailable) and "CXX" in found.reason
