@@ -95,7 +95,9 @@ def explained(results: Sequence[Result], options: Options, seconds: float) -> st
         "bytes as a step does, again and again; both on as many threads: "
         + "; ".join(f"{result.cell} {result.floor.flops / 1e9:.0f} GFLOP/s, {result.floor.bytes / 1e9:.0f} GB/s"
                     for result in results) + ".",
-        f"Above {MOST_TO_FLOOR} times the floor: {', '.join(over) or 'none'}. Measured in {seconds / 60:.1f} minutes.",
+        "A CPU second is one of any thread of a contestant.",
+        f"Above {MOST_TO_FLOOR} times the floor (an aim, no bound): {', '.join(over) or 'none'}. "
+        f"Measured in {seconds / 60:.1f} minutes.",
     ]
     if any(times.from_part for result in results for times in result.times.values()):
         lines.append(f"~: of a round longer than {SLOW * options.seconds:.0f} s the first {MORE} tokens are timed; the "

@@ -85,7 +85,11 @@ def race(model: str, precision: Precision, options: Options, folder: Path) -> tu
             check_greedy(process, judge, first, TOLERANCE[precision] if name == OURS else OF_PEERS)
         difference = check_sampled(racing[OURS], judge, first)
         cells = [Cell(model, precision, batch, options.new_tokens) for batch in options.batches]
-        return [_raced(cell, racing, machine, options) for cell in cells], difference
+        results = []
+        for cell in cells:
+            print(f"{cell} ...", file=sys.stderr, flush=True)  # a cell takes minutes where a peer is slow
+            results.append(_raced(cell, racing, machine, options))
+        return results, difference
 
 
 def names(options: Options) -> list[str]:

@@ -10,6 +10,7 @@ the time of a core that does nothing else.
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Costs:
 
 def main() -> int:
     """Measure and print. Returns 1 where continuous batching gains less than it should."""
+    print("Some two minutes ...", file=sys.stderr, flush=True)
     config = MODELS["tiny"]
     with tempfile.TemporaryDirectory() as folder:
         write_model(config, Path(folder), Precision.FP32)

@@ -26,7 +26,7 @@ from hybridflow.observe.trace import Trace
 from hybridflow.parallel.world import World
 from hybridflow.response_text import answer_text
 from hybridflow.trainer.build import Builder
-from hybridflow.trainer.inputs import Inputs
+from hybridflow.trainer.inputs import Inputs, require_cache
 from hybridflow.trainer.prompts import FILES_DIFFER, held_out_prompts, read_records, require_equal
 from hybridflow.trainer.rollout import complete
 
@@ -38,12 +38,14 @@ class Asked:
     Attributes:
         stream: of the random draws, with the seed and the number of the sample.
         before, after: of the answer's own keys.
+        sample: which sample the first answer is.
     """
 
     stream: int
     ids: tuple[int, ...]
     before: Mapping[str, Any]
     after: Mapping[str, Any]
+    sample: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,13 @@ def prepare(config: Config, prompts_file: Path | None = None, out: Path | None =
     """
     inputs = Inputs.read(config, scores=False)
     path = Path(config.logging.dir) / "generations.jsonl" if out is None else out
+    if prompts_file is not None and path.resolve() == prompts_file.resolve():
+        raise ValueError(f"--out {path}: is the file of prompts, which would be lost; give another")
     _require_place(path)
-    if prompts_file is None:
-        return partial(_run, inputs, Task(_held_out(inputs), path, "response", aloud=True))
-    return partial(_run, inputs, Task(_of_file(inputs, prompts_file), path, "text", aloud=False))
+    asked = _held_out(inputs) if prompts_file is None else _of_file(inputs, prompts_file)
+    require_cache(config, inputs.model, max(len(one.ids) for one in asked))
+    own = prompts_file is not None
+    return partial(_run, inputs, Task(asked, path, "text" if own else "response", aloud=not own))
 
 
 def _held_out(inputs: Inputs) -> list[Asked]:
@@ -85,7 +90,7 @@ def _held_out(inputs: Inputs) -> list[Asked]:
 def _of_file(inputs: Inputs, path: Path) -> list[Asked]:
     model = inputs.model
     room = model.max_position_embeddings - inputs.config.generation.max_new_tokens
-    return [Asked(line.stream, line.ids, {"id": line.id, "prompt": line.prompt}, {})
+    return [Asked(line.stream, line.ids, {"id": line.id, "prompt": line.prompt}, {}, line.sample)
             for line in read_prompt_lines(path, inputs.tokenizer, model.vocab_size, room)]
 
 
@@ -125,7 +130,7 @@ def _answers(inputs: Inputs, task: Task, world: World, interrupt: Interrupt) -> 
     config, builder = inputs.config, Builder(inputs, world, Trace())
     samples = config.generation.samples_per_prompt
     generator, mesh = builder.generator()
-    requests = [Prompt(one.stream, sample, one.ids) for one in task.asked for sample in range(samples)]
+    requests = [Prompt(one.stream, one.sample + i, one.ids) for one in task.asked for i in range(samples)]
     found = complete(generator, mesh, requests, builder.sampling(), seed=config.train.seed, balance=builder.balance,
                      interrupt=interrupt.asked)
     mine = {}

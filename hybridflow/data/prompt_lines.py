@@ -29,16 +29,19 @@ class PromptLine:
             0 on is its own.
         prompt: text or messages as given; the text of the ids where ids were given.
         ids: at least one, in the vocabulary.
+        sample: which sample of the prompt the first answer is.
     """
 
     id: int | str
     stream: int
     prompt: str | list[dict[str, str]]
     ids: tuple[int, ...]
+    sample: int = 0
 
 
 def read_prompt_lines(path: Path, tokenizer: Tokenizer, vocab_size: int, most_tokens: int) -> tuple[PromptLine, ...]:
-    """The prompts of a file, in order; empty lines are skipped, and so are keys other than id, prompt and prompt_ids.
+    """The prompts of a file, in order; empty lines are skipped, and so are keys other than id, sample, prompt and
+    prompt_ids.
 
     Args:
         vocab_size: of the model.
@@ -53,9 +56,10 @@ def read_prompt_lines(path: Path, tokenizer: Tokenizer, vocab_size: int, most_to
     for number, text in _lines(path):
         try:
             line = _parsed(text, len(lines) + len(faults), tokenizer, vocab_size, most_tokens)
-            if line.id in places:
-                raise ValueError(f"id {json.dumps(line.id)} is that of line {places[line.id]} too; ids must differ")
-            places[line.id] = number
+            if (name := (line.id, line.sample)) in places:
+                raise ValueError(f"id {json.dumps(line.id)} is that of line {places[name]} too; ids must differ, "
+                                 "or their samples (a line without an id has its place among the prompts, from 0)")
+            places[name] = number
             lines.append(line)
         except ValueError as error:
             faults.append(f"  line {number}: {error}")
@@ -89,9 +93,12 @@ def _parsed(text: bytes, place: int, tokenizer: Tokenizer, vocab_size: int, most
     name = row.get("id", place)
     if isinstance(name, bool) or not isinstance(name, (int, str)):
         raise ValueError(f"id {_shown(name)} is neither text nor an integer")
+    sample = row.get("sample", 0)
+    if type(sample) is not int or not 0 <= sample < 2**31:
+        raise ValueError(f"sample {_shown(sample)} is no integer from 0 on")
     prompt, ids = _prompt_ids(row, tokenizer, vocab_size) if "prompt_ids" in row else _prompt_text(row, tokenizer)
     _check(ids, vocab_size, most_tokens)
-    return PromptLine(name, _stream(name), prompt, ids)
+    return PromptLine(name, _stream(name), prompt, ids, sample)
 
 
 def _prompt_text(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[str | list, tuple[int, ...]]:

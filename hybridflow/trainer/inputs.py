@@ -15,13 +15,17 @@ from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
 from hybridflow.config.words import EngineName
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
+from hybridflow.generation.blocks import BLOCK_TOKENS
 from hybridflow.kernels.native_build import Unavailable, native_library
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.hf_import import require_tensors
+from hybridflow.models.layout import split_heads
 from hybridflow.models.weights import canonical_shapes
+from hybridflow.parallel.arithmetic import ceil_div
 from hybridflow.parallel.world import default_device
 from hybridflow.response_text import ResponseEnds
 from hybridflow.rewards.function import ReasoningScoring, RewardFunction
+from hybridflow.trainer.engine_options import DTYPES, MIB
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,31 @@ class Inputs:
         model = model_shape(config, config.model.path, opened)
         require_weights("model.path", config.model.path, Head.LANGUAGE_MODEL)
         if scores:
+            require_cache(config, model, config.data.max_prompt_length)
             require_weights("model.critic.path", config.model.critic.path, Head.VALUE)
             require_weights("model.reward_model.path", config.model.reward_model.path, Head.SCORE)
         ends = response_ends(config.generation.stop, opened, model)
         if config.generation.engine is EngineName.VLLM:
             require_vllm(config, ends)
         return cls(config, opened, model, ends, _reward_function(config) if scores else None)
+
+
+def require_cache(config: Config, model: ModelConfig, longest_prompt: int) -> None:
+    """
+    Raises:
+        ValueError: generation.kv_cache_mb does not hold the longest response to a prompt of `longest_prompt` tokens.
+    """
+    generation, layout = config.generation, config.generation.layout
+    if generation.kv_cache_mb is None or generation.engine is EngineName.VLLM:
+        return
+    layers = max(layout.layers_per_stage or [ceil_div(model.num_layers, layout.pp)])
+    numbers = 2 * layers * split_heads(model, layout.tp, 0).num_kv * model.head_dim * BLOCK_TOKENS
+    blocks = ceil_div(longest_prompt + generation.max_new_tokens - 1, BLOCK_TOKENS)  # the last token is never fed back
+    needed = ceil_div(blocks * numbers * DTYPES[config.train.mixed_precision].itemsize, MIB)
+    if generation.kv_cache_mb < needed:
+        raise ValueError(f"generation.kv_cache_mb = {generation.kv_cache_mb}: a prompt of {longest_prompt} tokens and "
+                         f"generation.max_new_tokens = {generation.max_new_tokens} take {needed} MiB on each rank; "
+                         f"choose {needed} or more")
 
 
 def require_invariance(device: torch.device) -> None:

@@ -75,7 +75,7 @@ def test_a_result_is_told_in_rows():
     assert first[:5] == ("tiny fp32 b8", "ours", "1024", "1024", "1.00x") and first[-1].endswith("x")
     assert second[1] == "transformers" and second[4] == "3.50x" and second[-2:] == ("", "")
     told = generate.explained([result()], Options(), 60.0)
-    assert "Above 1.3 times the floor: tiny fp32 b8" in told and VLLM_PYTHON in told
+    assert "Above 1.3 times the floor (an aim, no bound): tiny fp32 b8" in told and VLLM_PYTHON in told
     assert VLLM_PYTHON not in generate.explained([result()], Options(vllm_python="python"), 60.0)
 
 

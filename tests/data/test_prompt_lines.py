@@ -42,6 +42,14 @@ def test_the_samples_of_a_prompt_belong_to_its_id_not_to_its_place(tmp_path):
     assert streams[5] == 5 and len(set(streams.values())) == 3 and all(0 <= s < 2**63 for s in streams.values())
 
 
+def test_lines_may_ask_for_samples_of_one_prompt_apart(tmp_path):
+    lines = read(tmp_path / "p", [{"prompt": "a", "id": "x", "sample": i} for i in (0, 2)])
+    assert [line.sample for line in lines] == [0, 2] and lines[0].stream == lines[1].stream
+    for sample in (-1, 1.0, True, "1"):
+        with pytest.raises(ValueError, match="is no integer from 0 on"):
+            read(tmp_path / "p", [{"prompt": "a", "sample": sample}])
+
+
 def test_every_bad_line_is_told_with_its_number(tmp_path):
     path = tmp_path / "p.jsonl"
     with pytest.raises(ValueError) as caught:

@@ -13,7 +13,7 @@ from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.weights import canonical_shapes
 from hybridflow.response_text import ResponseEnds
 from hybridflow.trainer import inputs
-from hybridflow.trainer.inputs import require_invariance, require_vllm, require_weights, response_ends
+from hybridflow.trainer.inputs import require_cache, require_invariance, require_vllm, require_weights, response_ends
 from tests.config.builders import config
 
 SHAPE = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -53,6 +53,17 @@ def test_stops_are_ids_strings_of_one_token_and_other_strings():
     assert ends == ResponseEnds((2, 4, 9, 7, 10), ("ab",))
     with pytest.raises(ValueError, match=r"stop 32 is no id of the vocabulary; ids are 0 to 31; generation.stop 'z'"):
         response_ends([32, "z"], Words(), model)
+
+
+def test_a_cache_holds_at_least_one_response():
+    """2 layers of 4 heads of 4 numbers, keys and values: 8 KiB of fp64 for a block of 16 tokens."""
+    model = ModelConfig.from_hf_dict(SHAPE | {"max_position_embeddings": 100_000})
+    asked = config("generation.kv_cache_mb=1", "generation.max_new_tokens=1953", "train.mixed_precision=fp64")
+    require_cache(asked, model, 96)
+    with pytest.raises(ValueError, match="kv_cache_mb = 1: a prompt of 97 tokens .* take 2 MiB .* choose 2 or more"):
+        require_cache(asked, model, 97)
+    require_cache(config("generation.kv_cache_mb=1", "generation.max_new_tokens=4000", "generation.layout.pp=2",
+                         "train.mixed_precision=fp64"), model, 97)
 
 
 def test_vllm_must_be_there_and_know_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
