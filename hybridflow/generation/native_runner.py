@@ -68,7 +68,11 @@ class NativeRunner:
         self._room, self._positions = 0, 0
         self._logits = torch.empty(0, dtype=self._wide)
         self._draw, self._blocks = Draw(vocab=self._vocab), torch.empty(0, dtype=torch.uint8)
-        self.can_draw = tp.size == 1 and stage.embed is not None and stage.norm is not None
+        self._is_whole = tp.size == 1 and stage.embed is not None and stage.norm is not None
+
+    @property
+    def drawer(self) -> NativeRunner | None:
+        return self if self._is_whole else None
 
     @property
     def block_bytes(self) -> int:
@@ -121,7 +125,7 @@ class NativeRunner:
         return self._out[:leaves]
 
     def run_and_draw(self, batch: StepBatch, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """As `StageRunner.run_and_draw`: one call, so that the other threads are woken once."""
+        """As `Drawer.run_and_draw`: one call, so that the other threads are woken once."""
         samples, draw = self._begin(batch, None), self._draw
         tokens, log_probs = torch.empty(samples, dtype=torch.int64), torch.empty(samples, dtype=self._wide)
         draw.temperature, draw.head, draw.uniforms = temperature, self._head, uniforms.data_ptr()

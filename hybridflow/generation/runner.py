@@ -55,16 +55,31 @@ class StepBatch:
     sampled: Tensor
 
 
+class Drawer(Protocol):
+    """Leaves nothing between a step and its tokens to the host."""
+
+    def run_and_draw(self, batch: StepBatch, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """`StageRunner.run`, `logits`, and a draw from softmax(logits / temperature) as of `categorical.Categorical`.
+
+        Args:
+            uniforms: fp64 `[samples]` in [0, 1), contiguous; not read at temperature 0.
+
+        Returns:
+            tokens int64 `[samples]` and their log-probs `[samples]`, in memory of their own.
+        """
+
+
 class StageRunner(Protocol):
     """Executes steps on the layers of one rank, and owns the pages of their keys and values.
 
     The order is `prepare`, `allocate`, steps, `release`.
 
     Attributes:
-        can_draw: it has the whole model on this rank, and `run_and_draw`.
+        drawer: runs a step and draws from it at once; None where it cannot, or has not the whole model on this rank.
     """
 
-    can_draw: bool
+    @property
+    def drawer(self) -> Drawer | None: ...
 
     @property
     def block_bytes(self) -> int:
@@ -91,16 +106,6 @@ class StageRunner(Protocol):
         Returns:
             `[tokens, hidden]` for the next stage; on the last stage, behind the final norm, `[samples, hidden]`. It may
             be overwritten by the next call.
-        """
-
-    def run_and_draw(self, batch: StepBatch, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """`run`, `logits`, and a draw from softmax(logits / temperature) as of `categorical.Categorical`, at once.
-
-        Args:
-            uniforms: fp64 `[samples]` in [0, 1), contiguous; not read at temperature 0.
-
-        Returns:
-            tokens int64 `[samples]` and their log-probs `[samples]`, in memory of their own.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -123,9 +123,9 @@ class Session:
         rows = self.rows[plan.group]
         rows.enter(plan, self.keys)
         batch = rows.batch(plan, self.scheduler.tables)
-        if self.runner.can_draw and self.params.draws_raw:
+        if self.runner.drawer is not None and self.params.draws_raw:
             draws, _ = rows.draws(plan)
-            tokens, log_probs = self.runner.run_and_draw(batch, draws, self.params.temperature)
+            tokens, log_probs = self.runner.drawer.run_and_draw(batch, draws, self.params.temperature)
             self.runner.copy_blocks(plan.copies)
             return Choice(tokens, log_probs, None)
         hidden = self.runner.run(batch, self.exchange.receive_hidden(len(plan.slots)))

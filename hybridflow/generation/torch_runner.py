@@ -32,9 +32,12 @@ class TorchRunner:
         self._kv_heads = split_heads(stage.config, stage.tp.size, stage.tp.index).num_kv
         (self._layers,) = stage.chunk_layers.values()
         self._is_last = stage.norm is not None
-        self.can_draw = False
         self._pages: Tensor | None = None
         self._graphs: DecodeGraphs | None = None
+
+    @property
+    def drawer(self) -> None:
+        return None
 
     @property
     def block_bytes(self) -> int:
@@ -67,9 +70,6 @@ class TorchRunner:
         attend = PagedAttend(self._pages, self._layers, batch)
         hidden = self._stage.forward_hidden(batch.ids if x is None else x, batch.positions.long(), attend)
         return hidden[batch.sampled] if self._is_last else hidden
-
-    def run_and_draw(self, batch: StepBatch, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("can_draw is False")
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._stage.logits(hidden)

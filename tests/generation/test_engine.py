@@ -101,7 +101,7 @@ def test_the_seed_decides():
 class CountedRunner:
     """Passes everything on and notes how many tokens each step had, and how many logits were asked for."""
 
-    can_draw = False  # so that logits are asked for
+    drawer = None  # so that logits are asked for
 
     def __init__(self, inner):
         self.inner, self.tokens, self.logit_rows = inner, [], []
