@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from ctypes import addressof
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybridflow.generation.blocks import BLOCK_TOKENS
 from hybridflow.generation.runner import StepBatch
 from hybridflow.kernels.native_ops import COMPUTE, DTYPES, set_threads
 from hybridflow.kernels.native_stage import Draw, PackedMatrices, Stage, StageLayer, Step, stage_library
@@ -20,10 +20,9 @@ from hybridflow.models.attention import ReplicatedKeyValue
 from hybridflow.models.decoder import DecoderLayer, DecoderStage
 from hybridflow.models.layout import split_heads
 from hybridflow.models.rope import rope_tables
-from hybridflow.parallel.collectives import all_gather, all_reduce, tree_sum
-from hybridflow.parallel.vocab import vocab_range
+from hybridflow.parallel.collectives import all_reduce, tree_sum
+from hybridflow.parallel.vocab import gather_columns, vocab_range
 
-BLOCK_TOKENS = 16
 VALUES_READ_BEHIND = 64  # numbers that attention may load behind the last page, and not use
 
 
@@ -63,7 +62,8 @@ class NativeRunner:
         self._kept: list[Tensor] = []  # what records point to
         self._packed: PackedMatrices | None = None
         self._head = 0  # where the packed head lies, on the last stage
-        self._vocab = self._vocab_rows(tp.index)
+        first, end = vocab_range(config.vocab_size, tp.size, tp.index)
+        self._vocab = end - first  # rows of the head here
         self._pages: tuple[Tensor, Tensor] | None = None
         self._room, self._positions = 0, 0
         self._logits = torch.empty(0, dtype=self._wide)
@@ -165,7 +165,7 @@ class NativeRunner:
         local = self._logits_room(rows)[: rows * vocab].view(rows, vocab)
         self._library.hf_linear(self._record.dtype, hidden.data_ptr(), rows, size, self._head, None, vocab, size, 1,
                                 True, local.data_ptr(), vocab)
-        return local if self._tp.size == 1 else self._gathered(local)
+        return local if self._tp.size == 1 else gather_columns(local, self._tp, self._stage.config.vocab_size)
 
     def _logits_room(self, rows: int) -> Tensor:
         """Room for the logits of so many rows, and for the statistics of a draw from them."""
@@ -175,17 +175,6 @@ class NativeRunner:
             self._blocks = torch.empty(size, dtype=torch.uint8)
             self._draw.blocks = self._blocks.data_ptr()
         return self._logits
-
-    def _gathered(self, local: Tensor) -> Tensor:
-        """`[rows, vocab/tp] -> [rows, vocab]`; ranks have ragged parts of the vocabulary."""
-        sizes = [self._vocab_rows(index) for index in range(self._tp.size)]
-        parts = all_gather(F.pad(local, (0, max(sizes) - local.shape[1])), self._tp).split(len(local))
-        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
-
-    def _vocab_rows(self, index: int) -> int:
-        """Of the head on tensor rank `index`."""
-        start, end = vocab_range(self._stage.config.vocab_size, self._tp.size, index)
-        return end - start
 
     def _keep(self, vector: Tensor | None) -> int | None:
         """Where it lies; it stays alive as long as the records that point to it."""
