@@ -4,7 +4,7 @@ One engine does both: at once all prompts, of which as many as it has rows decod
 row; or as many prompts a call as it has rows, and the next call when the longest has ended. What the lengths predict is
 the number of rows in each step, counted, times what a step of so many rows costs, measured alone in the same rounds:
 steps alone would predict too much, since a step of few rows is cheaper. On one thread, in CPU seconds, which stand for
-the time of a core that does nothing else.
+the time of a core that does nothing else; what a neighbour of that core slows, it slows in all parts of a round.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,9 +24,9 @@ from hybridflow.observe.table import table
 MAX_ROWS = 16
 SHORT, LONG = 16, 192  # new tokens
 PROMPTS, LONG_EVERY = 160, 10
-CALIBRATED = (1, 2, 4, 8, MAX_ROWS)  # rows, of which a step's cost is measured
-STEPS = 64  # of one measurement
-ROUNDS = 3
+CALIBRATED = (1, 2, 4, 8, 12, MAX_ROWS)  # rows, of which a step's cost is measured
+STEPS = 116  # of one measurement: contexts are then on average as long as in the runs
+ROUNDS = 7
 LEAST_OF_PREDICTED = 0.9
 
 
@@ -49,21 +49,24 @@ class Costs:
 
 def main() -> int:
     """Measure and print. Returns 1 where continuous batching gains less than it should."""
-    print("Some two minutes ...", file=sys.stderr, flush=True)
-    config = MODELS["tiny"]
+    print("About a minute ...", file=sys.stderr, flush=True)
+    config, lengths = MODELS["tiny"], drawn_lengths()
     with tempfile.TemporaryDirectory() as folder:
         write_model(config, Path(folder), Precision.FP32)
         with ContestantProcess("ours", Path(folder), Precision.FP32.value, threads=1) as engine:
             engine.ready()
             engine.call("limit_rows", MAX_ROWS)
-            asked = sorted(prompts(Cell("tiny", Precision.FP32, PROMPTS), 0))  # the order that the engine takes them in
-            seconds = measure(engine, asked, drawn_lengths())
-    gain = median(static / continuous for static, continuous in zip(seconds["static"], seconds["continuous"]))
-    expected = predicted(drawn_lengths(), calibrated({name: median(of) for name, of in seconds.items()}))
-    rows = [(name, f"{median(seconds[name]):.2f}", f"{min(seconds[name]):.2f}") for name in ("continuous", "static")]
-    print(table(("batching", "median CPU s", "least"), rows))
-    print(f"{PROMPTS} prompts, {SHORT} new tokens each, one in {LONG_EVERY} of them {LONG}; {MAX_ROWS} rows; {ROUNDS} "
-          f"rounds in turns. Continuous batching gains {gain:.2f}x, the lengths predict {expected:.2f}x.")
+            asked = sorted(prompts(Cell("tiny", Precision.FP32, PROMPTS), 0))  # as the engine takes them in
+            rounds = measure(engine, asked, lengths)
+    costs = [calibrated(seconds) for seconds in rounds]
+    taken = [(seconds["continuous"], seconds["static"]) for seconds in rounds]
+    foretold = [(run_seconds(lengths, of), static_seconds(lengths, of)) for of in costs]
+    rows = [(name, *(f"{median(pair[i] for pair in pairs):.2f}" for pairs in (taken, foretold)))
+            for i, name in enumerate(("continuous", "static"))]
+    print(table(("batching", "CPU s", "predicted"), rows))
+    gain, expected = (median(static / continuous for continuous, static in pairs) for pairs in (taken, foretold))
+    print(f"{PROMPTS} prompts, {SHORT} new tokens each, one in {LONG_EVERY} of them {LONG}; {MAX_ROWS} rows; medians "
+          f"of {ROUNDS} rounds in turns. Continuous batching gains {gain:.2f}x, the lengths predict {expected:.2f}x.")
     if gain < LEAST_OF_PREDICTED * expected:
         print(f"That is less than {LEAST_OF_PREDICTED} of what they predict")
         return 1
@@ -77,35 +80,32 @@ def drawn_lengths() -> list[int]:
     return lengths
 
 
-def measure(engine: ContestantProcess, asked: list[list[int]], lengths: list[int]) -> dict[str, list[float]]:
-    """CPU seconds of each round: both ways of batching, and calls of `rows` prompts, a token or STEPS + 1 each."""
-    ways: dict[str, Callable[[], tuple]] = {
-        "continuous": lambda: (asked, lengths, PROMPTS, 0),
-        "static": lambda: (asked, lengths, MAX_ROWS, 0),
-    }
+def measure(engine: ContestantProcess, asked: list[list[int]], lengths: list[int]) -> list[dict[str, float]]:
+    """CPU seconds in each round: of both ways of batching, and of calls of some rows, a token or STEPS + 1 each."""
+    ways: dict[str, tuple] = {"continuous": (asked, lengths, PROMPTS), "static": (asked, lengths, MAX_ROWS)}
     for rows in CALIBRATED:
         for new in (1, STEPS + 1):
-            ways[f"{rows} rows, {new} tokens"] = lambda rows=rows, new=new: (asked[:rows], [new] * rows, rows, 0)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(ROUNDS + 1):
-        for name, arguments in ways.items():
-            taken = engine.call("ragged", *arguments())
-            if number:  # the first one warms up
-                seconds[name].append(taken.cpu)
-    return seconds
+            ways[call_of(rows, new)] = asked[:rows], [new] * rows, rows
+    rounds = [{name: engine.call("ragged", *arguments, 0).cpu for name, arguments in ways.items()}
+              for _ in range(ROUNDS + 1)]
+    return rounds[1:]  # the first one warms up
+
+
+def call_of(rows: int, new: int) -> str:
+    """The name of a call that calibrates."""
+    return f"{rows} rows, {new} tokens"
 
 
 def calibrated(seconds: Mapping[str, float]) -> Costs:
     """From what calls of some rows took."""
-    first = {rows: seconds[f"{rows} rows, 1 tokens"] for rows in CALIBRATED}
-    steps = {rows: (seconds[f"{rows} rows, {STEPS + 1} tokens"] - first[rows]) / STEPS for rows in CALIBRATED}
+    first = {rows: seconds[call_of(rows, 1)] for rows in CALIBRATED}
+    steps = {rows: (seconds[call_of(rows, STEPS + 1)] - first[rows]) / STEPS for rows in CALIBRATED}
     return Costs(steps, first[MAX_ROWS] / MAX_ROWS)
 
 
-def predicted(lengths: Sequence[int], costs: Costs) -> float:
-    """How many times as long static batching takes."""
-    static = sum(run_seconds(lengths[start : start + MAX_ROWS], costs) for start in range(0, len(lengths), MAX_ROWS))
-    return static / run_seconds(lengths, costs)
+def static_seconds(lengths: Sequence[int], costs: Costs) -> float:
+    """Of as many prompts a call as there are rows."""
+    return sum(run_seconds(lengths[start : start + MAX_ROWS], costs) for start in range(0, len(lengths), MAX_ROWS))
 
 
 def run_seconds(lengths: Sequence[int], costs: Costs, max_rows: int = MAX_ROWS) -> float:

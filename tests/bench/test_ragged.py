@@ -11,9 +11,10 @@ from hybridflow.bench.ragged import (
     STEPS,
     Costs,
     calibrated,
+    call_of,
     drawn_lengths,
-    predicted,
     run_seconds,
+    static_seconds,
 )
 
 FLAT = Costs(dict.fromkeys(CALIBRATED, 1.0), prompt=0.0)
@@ -36,13 +37,19 @@ def test_costs_lie_on_lines_between_what_was_measured():
 def test_static_batching_waits_for_the_longest():
     lengths = [SHORT] * (MAX_ROWS - 1) + [LONG] + [SHORT] * (MAX_ROWS - 1) + [LONG]
     together, apart = 2 * SHORT + LONG - 1, 2 * (LONG - 1)  # the second long one enters behind two rows of short ones
-    assert predicted(lengths, FLAT) == pytest.approx(apart / together)
-    assert predicted([SHORT] * MAX_ROWS, FLAT) == 1
+    assert (static_seconds(lengths, FLAT), run_seconds(lengths, FLAT)) == (apart, together)
+    assert static_seconds([SHORT] * MAX_ROWS, FLAT) == run_seconds([SHORT] * MAX_ROWS, FLAT)
+
+
+def test_a_measurement_has_contexts_as_long_as_the_runs():
+    """A response of n tokens decodes in about n steps, with n / 2 tokens behind the prompt on average."""
+    lengths = drawn_lengths()
+    assert STEPS == sum(length**2 for length in lengths) // sum(lengths)
 
 
 def test_costs_come_out_of_calls():
-    seconds = {f"{rows} rows, 1 tokens": 0.1 * rows for rows in CALIBRATED}
-    seconds |= {f"{rows} rows, {STEPS + 1} tokens": 0.1 * rows + STEPS * 2.0 * rows for rows in CALIBRATED}
+    seconds = {call_of(rows, 1): 0.1 * rows for rows in CALIBRATED}
+    seconds |= {call_of(rows, STEPS + 1): 0.1 * rows + STEPS * 2.0 * rows for rows in CALIBRATED}
     costs = calibrated(seconds)
     assert costs.prompt == pytest.approx(0.1) and costs.step(3) == pytest.approx(6.0)
 
