@@ -63,6 +63,6 @@ setup(
     # NVIDIA apex is never a requirement: it has no wheels. README.md has its source install.
     extras_require={
         "cuda": ["transformer-engine[pytorch]>=2.0", "triton>=3.0"],
-        "dev": ["pytest>=8", "ruff>=0.9", "setuptools>=70.1", "tensorboard>=2.16"],
+        "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "setuptools>=70.1", "tensorboard>=2.16"],
     },
 )
