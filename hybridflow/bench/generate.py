@@ -18,7 +18,7 @@ from hybridflow.bench.generate_case import MODELS, Precision, write_model
 from hybridflow.bench.generate_check import WrongTokensError
 from hybridflow.bench.generate_options import VLLM_PYTHON, Options
 from hybridflow.bench.generate_process import ContestantError
-from hybridflow.bench.generate_race import CONTINUOUS, FEW, GENERATE, MORE, OURS, SLOW, VLLM, Result, race
+from hybridflow.bench.generate_race import CONTINUOUS, GENERATE, OURS, PART, SLOW, VLLM, Result, race
 from hybridflow.observe.table import ratio, table
 
 LEAST_TO_TRANSFORMERS = {"tiny": 3.0, "small": 1.7}  # times as many tokens in a CPU second
@@ -100,8 +100,8 @@ def explained(results: Sequence[Result], options: Options, seconds: float) -> st
         f"Measured in {seconds / 60:.1f} minutes.",
     ]
     if any(times.from_part for result in results for times in result.times.values()):
-        lines.append(f"~: of a round longer than {SLOW * options.seconds:.0f} s the first {MORE} tokens are timed; the "
-                     f"rest counts as tokens {FEW + 1} to {MORE} did, which favours the contestant.")
+        lines.append(f"~: of a round longer than {SLOW * options.seconds:.0f} s the first {PART} tokens are timed; the "
+                     f"rest counts as tokens 2 to {PART} did, which favours the contestant.")
     if VLLM in options.peers and options.vllm_python is None:
         lines.append(f"vLLM takes no part: give --vllm-python or {VLLM_PYTHON}.")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ Owns who takes part, the order of turns and what was timed. Judging the times is
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from hybridflow.bench.generate_options import Options
 from hybridflow.bench.generate_process import Answer, ContestantProcess
 
 OURS, GENERATE, CONTINUOUS, VLLM, MACHINE = "ours", "generate", "continuous", "vllm", "machine"
-WARM_TOKENS = 4
-FEW, MORE = 16, 32  # new tokens by which a slow contestant is timed
+WARM_TOKENS, PROBE_TOKENS = 4, 16
+PART = 33  # new tokens of a slow contestant's turn, the first of which is timed alone, too
 SLOW = 2.0  # times `Options.seconds` that a round of it would take
 
 
@@ -29,7 +30,7 @@ class Times:
     """Seconds of one contestant's rounds in one cell.
 
     Attributes:
-        from_part: it was so slow that a part of a round was timed, see `continued`.
+        from_part: it was so slow that parts of rounds were timed, see `part_of_round`.
     """
 
     walls: tuple[float, ...]
@@ -99,45 +100,50 @@ def names(options: Options) -> list[str]:
 
 def _raced(cell: Cell, racing: Mapping[str, ContestantProcess], machine: ContestantProcess, options: Options) -> Result:
     floor = Floor(machine.call("flops_per_second").value, machine.call("bytes_per_second", cell.step_bytes).value)
-    slow = {name: times for name, process in racing.items()
-            if (times := _warmed(process, cell, options.seconds * SLOW, may_be_cut=name != OURS))}
-    rounds: dict[str, list[Answer]] = {name: [] for name in racing if name not in slow}
+    for_a_round = {name: _warmed(process, cell) for name, process in racing.items()}
+    slow = [name for name, seconds in for_a_round.items() if name != OURS and seconds > SLOW * options.seconds]
+    rounds: dict[str, list[Answer]] = {name: [] for name in racing}
+    spent = dict.fromkeys(racing, 0.0)
     for number in range(options.rounds):
-        for name in turn(list(rounds), number):
-            if sum(one.wall for one in rounds[name]) < options.seconds:
-                rounds[name].append(_sampled(racing[name], cell, number))
-    timed = {name: Times(tuple(one.wall for one in answers), tuple(one.cpu for one in answers))
-             for name, answers in rounds.items()}
-    return Result(cell, floor, {name: timed[name] if name in timed else slow[name] for name in racing})
+        for name in turn(list(racing), number):
+            if spent[name] < options.seconds:
+                started = time.perf_counter()
+                rounds[name].append((part_of_round if name in slow else whole_round)(racing[name], cell, number))
+                spent[name] += time.perf_counter() - started
+    return Result(cell, floor, {
+        name: Times(tuple(one.wall for one in answers), tuple(one.cpu for one in answers), name in slow)
+        for name, answers in rounds.items()})
 
 
-def _warmed(process: ContestantProcess, cell: Cell, most_seconds: float, *, may_be_cut: bool) -> Times | None:
-    """Warm up. None where a whole round takes at most so long; else what it takes, from a part of one."""
+def _warmed(process: ContestantProcess, cell: Cell) -> float:
+    """Warm up. Returns about how many wall seconds a round takes; 0 where it is too short to be timed by a part."""
     process.call("sample", prompts(cell, -1), min(WARM_TOKENS, cell.new_tokens), 0)
-    if not may_be_cut or cell.new_tokens <= MORE:
-        return None
-    few = process.call("sample", prompts(cell, -2), FEW, 0)
-    if few.wall * cell.new_tokens <= most_seconds * FEW:
-        return None
-    more = process.call("sample", prompts(cell, -3), MORE, 0)
-    wall, cpu = continued(few.wall, more.wall, cell.new_tokens), continued(few.cpu, more.cpu, cell.new_tokens)
-    return Times((wall,), (cpu,), from_part=True)
+    if cell.new_tokens <= PART:
+        return 0.0
+    return process.call("sample", prompts(cell, -2), PROBE_TOKENS, 0).wall * cell.new_tokens / PROBE_TOKENS
 
 
-def continued(few: float, more: float, new_tokens: int) -> float:
-    """What `new_tokens` take if `FEW` take `few` and `MORE` take `more`, and those behind them go on at the same pace.
-    They do not quite, since they attend to more: it is less than the truth.
+def whole_round(process: ContestantProcess, cell: Cell, number: int) -> Answer:
+    """What a round takes."""
+    answer = process.call("sample", prompts(cell, number), cell.new_tokens, number)
+    assert answer.value == cell.tokens, f"{process.name} drew {answer.value} tokens of {cell.tokens}"
+    return answer
+
+
+def part_of_round(process: ContestantProcess, cell: Cell, number: int) -> Answer:
+    """What a round takes if it goes on as it begins: its first PART tokens, and from then on the pace of those behind
+    the first. In truth the later ones attend to more: it takes longer.
     """
-    return more + max(0.0, more - few) * (new_tokens - MORE) / (MORE - FEW)
+    first = process.call("sample", prompts(cell, -3 - number), 1, number)
+    part = process.call("sample", prompts(cell, number), PART, number)
+
+    def continued(first: float, part: float) -> float:
+        return part + max(0.0, part - first) * (cell.new_tokens - PART) / (PART - 1)
+
+    return Answer(cell.tokens, continued(first.wall, part.wall), continued(first.cpu, part.cpu))
 
 
 def turn(racing: Sequence[str], number: int) -> list[str]:
     """The order of a round: each starts with another contestant."""
     first = number % len(racing)
     return [*racing[first:], *racing[:first]]
-
-
-def _sampled(process: ContestantProcess, cell: Cell, number: int) -> Answer:
-    answer = process.call("sample", prompts(cell, number), cell.new_tokens, number)
-    assert answer.value == cell.tokens, f"{process.name} drew {answer.value} tokens of {cell.tokens}"
-    return answer

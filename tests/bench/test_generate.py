@@ -106,31 +106,37 @@ def test_every_round_starts_with_another():
     assert generate_race.names(Options(vllm_python="python")) == [OURS, GENERATE, CONTINUOUS, VLLM]
 
 
-def test_a_slow_contestant_is_timed_by_a_part_of_a_round():
-    seconds = {4: 1.0, 16: 3.0, 32: 5.0}
+def test_a_slow_contestant_is_timed_by_parts_of_rounds(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generate_race, "prompts", lambda cell, number: number)
+    seconds = {1: 0.5, 4: 1.0, 16: 1.5, 33: 2.5, 128: 7.0}
+    asked: dict[str, list[tuple[int, int]]] = {OURS: [], GENERATE: []}
 
-    class Slow(Fake):
+    class Racer(Fake):
         def call(self, method: str, *args: Any) -> Answer:
-            asked.append(args[1])
+            asked[self.name].append(args[:2])
             return Answer(8 * args[1], seconds[args[1]], 2 * seconds[args[1]])
 
-    asked: list[int] = []
-    assert generate_race._warmed(Slow(), CELL, 24.0, may_be_cut=True) is None and asked == [4, 16]
-    assert generate_race._warmed(Slow(), CELL, 23.0, may_be_cut=False) is None
-    times = generate_race._warmed(Slow(), CELL, 23.0, may_be_cut=True)
-    assert times == Times((5.0 + 6 * 2.0,), (10.0 + 6 * 4.0,), from_part=True)
-    part = replace(result(), times={**result().times, GENERATE: times})
-    assert generate.rows(part)[1][1] == "transformers ~"
-    assert "the first 32 tokens are timed" in generate.explained([part], Options(), 60.0)
+    racing = {name: Racer(name) for name in asked}
+    machine = Fake("machine", flops_per_second=1e11, bytes_per_second=1e10)
+    found = generate_race._raced(CELL, racing, machine, Options(rounds=2, seconds=6.0))
+    assert found.times == {name: Times((7.0, 7.0), (14.0, 14.0)) for name in asked}  # 12 s would be slow
+    asked[OURS].clear(), asked[GENERATE].clear()
+    found = generate_race._raced(CELL, racing, machine, Options(rounds=2, seconds=5.9))
+    whole = 2.5 + 2.0 / 32 * 95
+    assert found.times == {OURS: Times((7.0, 7.0), (14.0, 14.0)),
+                           GENERATE: Times((whole, whole), (2 * whole, 2 * whole), from_part=True)}
+    assert asked[OURS] == [(-1, 4), (-2, 16), (0, 128), (1, 128)]  # ours is never cut
+    assert asked[GENERATE] == [(-1, 4), (-2, 16), (-3, 1), (0, 33), (-4, 1), (1, 33)]
+    assert generate.rows(found)[1][1] == "transformers ~"
+    assert "the first 33 tokens are timed" in generate.explained([found], Options(), 60.0)
+    assert generate_race._warmed(racing[OURS], replace(CELL, new_tokens=33)) == 0.0
 
 
 class Fake:
     """A contestant that answers what it was given."""
 
-    name = "fake"
-
-    def __init__(self, **values: Any) -> None:
-        self.values = values
+    def __init__(self, name: str = "fake", **values: Any) -> None:
+        self.name, self.values = name, values
 
     def call(self, method: str, *args: Any) -> Answer:
         return Answer(self.values[method], 0.0, 0.0)
