@@ -18,7 +18,7 @@ from hybridflow.bench.generate_case import MODELS, Precision, write_model
 from hybridflow.bench.generate_check import WrongTokensError
 from hybridflow.bench.generate_options import VLLM_PYTHON, Options
 from hybridflow.bench.generate_process import ContestantError
-from hybridflow.bench.generate_race import CONTINUOUS, GENERATE, OURS, PART, SLOW, VLLM, Result, race
+from hybridflow.bench.generate_race import CONTINUOUS, GENERATE, OURS, VLLM, Result, race
 from hybridflow.observe.table import ratio, table
 
 LEAST_TO_TRANSFORMERS = {"tiny": 3.0, "small": 1.7}  # times as many tokens in a CPU second
@@ -76,8 +76,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
     cell, ours, lines = result.cell, result.times[OURS], []
     ms_a_step = 1000 / cell.new_tokens
     for name, times in result.times.items():
-        label = LABELS[name] + (" ~" if times.from_part else "")
-        lines.append(("", label, f"{cell.tokens / times.cpu:.0f}", f"{cell.tokens / times.wall:.0f}",
+        lines.append(("", LABELS[name], f"{cell.tokens / times.cpu:.0f}", f"{cell.tokens / times.wall:.0f}",
                       ratio(times.cpu, ours.cpu), ratio(times.wall, ours.wall), f"{min(times.walls) * ms_a_step:.2f}",
                       "", ""))
     floor = (f"{result.floor.round_seconds(cell) * ms_a_step:.2f}", f"{result.to_floor:.2f}x")
@@ -99,9 +98,6 @@ def explained(results: Sequence[Result], options: Options, seconds: float) -> st
         f"Above {MOST_TO_FLOOR} times the floor (an aim, no bound): {', '.join(over) or 'none'}. "
         f"Measured in {seconds / 60:.1f} minutes.",
     ]
-    if any(times.from_part for result in results for times in result.times.values()):
-        lines.append(f"~: of a round longer than {SLOW * options.seconds:.0f} s the first {PART} tokens are timed; the "
-                     f"rest counts as tokens 2 to {PART} did, which favours the contestant.")
     if VLLM in options.peers and options.vllm_python is None:
         lines.append(f"vLLM takes no part: give --vllm-python or {VLLM_PYTHON}.")
     return "\n".join(lines)

@@ -41,7 +41,7 @@ class Options:
     peers: tuple[str, ...] = PEERS
     new_tokens: int = 128
     rounds: int = 3
-    seconds: float = 8.0
+    seconds: float = 4.0
     threads: int = 2
     vllm_python: str | None = None
     json: Path | None = None
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser, environment: Mapping[str, str
     add("--new-tokens", type=_count, default=default.new_tokens, metavar="N", help="after each prompt (default 128)")
     add("--rounds", type=_count, default=default.rounds, metavar="N", help="of all contestants in turns (default 3)")
     add("--seconds", type=float, default=default.seconds, metavar="S",
-        help="after so many a contestant has no more rounds in a cell (default 8)")
+        help="after so many a contestant has no more rounds in a cell (default 4)")
     add("--threads", type=_count, default=default.threads, metavar="N", help="of each contestant (default 2)")
     add("--vllm-python", default=default.vllm_python, metavar="PATH",
         help=f"the interpreter of an environment that has vLLM (default: ${VLLM_PYTHON})")

@@ -6,7 +6,6 @@ Owns who takes part, the order of turns and what was timed. Judging the times is
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,22 +19,15 @@ from hybridflow.bench.generate_options import Options
 from hybridflow.bench.generate_process import Answer, ContestantProcess
 
 OURS, GENERATE, CONTINUOUS, VLLM, MACHINE = "ours", "generate", "continuous", "vllm", "machine"
-WARM_TOKENS, PROBE_TOKENS = 4, 16
-PART = 33  # new tokens of a slow contestant's turn, the first of which is timed alone, too
-SLOW = 2.0  # times `Options.seconds` that a round of it would take
+WARM_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one contestant's rounds in one cell.
-
-    Attributes:
-        from_part: it was so slow that parts of rounds were timed, see `part_of_round`.
-    """
+    """Seconds of one contestant's rounds in one cell."""
 
     walls: tuple[float, ...]
     cpus: tuple[float, ...]
-    from_part: bool = False
 
     @property
     def wall(self) -> float:
@@ -100,50 +92,26 @@ def names(options: Options) -> list[str]:
 
 def _raced(cell: Cell, racing: Mapping[str, ContestantProcess], machine: ContestantProcess, options: Options) -> Result:
     floor = Floor(machine.call("flops_per_second").value, machine.call("bytes_per_second", cell.step_bytes).value)
-    for_a_round = {name: _warmed(process, cell) for name, process in racing.items()}
-    slow = [name for name, seconds in for_a_round.items() if name != OURS and seconds > SLOW * options.seconds]
+    for process in racing.values():
+        process.call("sample", prompts(cell, -1), min(WARM_TOKENS, cell.new_tokens), 0)
     rounds: dict[str, list[Answer]] = {name: [] for name in racing}
-    spent = dict.fromkeys(racing, 0.0)
     for number in range(options.rounds):
         for name in turn(list(racing), number):
-            if spent[name] < options.seconds:
-                started = time.perf_counter()
-                rounds[name].append((part_of_round if name in slow else whole_round)(racing[name], cell, number))
-                spent[name] += time.perf_counter() - started
-    return Result(cell, floor, {
-        name: Times(tuple(one.wall for one in answers), tuple(one.cpu for one in answers), name in slow)
-        for name, answers in rounds.items()})
-
-
-def _warmed(process: ContestantProcess, cell: Cell) -> float:
-    """Warm up. Returns about how many wall seconds a round takes; 0 where it is too short to be timed by a part."""
-    process.call("sample", prompts(cell, -1), min(WARM_TOKENS, cell.new_tokens), 0)
-    if cell.new_tokens <= PART:
-        return 0.0
-    return process.call("sample", prompts(cell, -2), PROBE_TOKENS, 0).wall * cell.new_tokens / PROBE_TOKENS
-
-
-def whole_round(process: ContestantProcess, cell: Cell, number: int) -> Answer:
-    """What a round takes."""
-    answer = process.call("sample", prompts(cell, number), cell.new_tokens, number)
-    assert answer.value == cell.tokens, f"{process.name} drew {answer.value} tokens of {cell.tokens}"
-    return answer
-
-
-def part_of_round(process: ContestantProcess, cell: Cell, number: int) -> Answer:
-    """What a round takes if it goes on as it begins: its first PART tokens, and from then on the pace of those behind
-    the first. In truth the later ones attend to more: it takes longer.
-    """
-    first = process.call("sample", prompts(cell, -3 - number), 1, number)
-    part = process.call("sample", prompts(cell, number), PART, number)
-
-    def continued(first: float, part: float) -> float:
-        return part + max(0.0, part - first) * (cell.new_tokens - PART) / (PART - 1)
-
-    return Answer(cell.tokens, continued(first.wall, part.wall), continued(first.cpu, part.cpu))
+            if sum(one.wall for one in rounds[name]) < options.seconds:
+                rounds[name].append(_sampled(racing[name], cell, number))
+    times = {name: Times(tuple(one.wall for one in answers), tuple(one.cpu for one in answers))
+             for name, answers in rounds.items()}
+    return Result(cell, floor, times)
 
 
 def turn(racing: Sequence[str], number: int) -> list[str]:
     """The order of a round: each starts with another contestant."""
     first = number % len(racing)
     return [*racing[first:], *racing[:first]]
+
+
+def _sampled(process: ContestantProcess, cell: Cell, number: int) -> Answer:
+    """A whole round: where a contestant slows down as responses grow, the first tokens say too little."""
+    answer = process.call("sample", prompts(cell, number), cell.new_tokens, number)
+    assert answer.value == cell.tokens, f"{process.name} drew {answer.value} tokens of {cell.tokens}"
+    return answer

@@ -106,30 +106,17 @@ def test_every_round_starts_with_another():
     assert generate_race.names(Options(vllm_python="python")) == [OURS, GENERATE, CONTINUOUS, VLLM]
 
 
-def test_a_slow_contestant_is_timed_by_parts_of_rounds(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(generate_race, "prompts", lambda cell, number: number)
-    seconds = {1: 0.5, 4: 1.0, 16: 1.5, 33: 2.5, 128: 7.0}
-    asked: dict[str, list[tuple[int, int]]] = {OURS: [], GENERATE: []}
+def test_who_has_had_his_time_has_no_more_rounds():
+    seconds = {OURS: 1.0, GENERATE: 2.5, VLLM: 30.0}
 
     class Racer(Fake):
         def call(self, method: str, *args: Any) -> Answer:
-            asked[self.name].append(args[:2])
-            return Answer(8 * args[1], seconds[args[1]], 2 * seconds[args[1]])
+            return Answer(8 * args[1], seconds[self.name], 2 * seconds[self.name])
 
-    racing = {name: Racer(name) for name in asked}
     machine = Fake("machine", flops_per_second=1e11, bytes_per_second=1e10)
-    found = generate_race._raced(CELL, racing, machine, Options(rounds=2, seconds=6.0))
-    assert found.times == {name: Times((7.0, 7.0), (14.0, 14.0)) for name in asked}  # 12 s would be slow
-    asked[OURS].clear(), asked[GENERATE].clear()
-    found = generate_race._raced(CELL, racing, machine, Options(rounds=2, seconds=5.9))
-    whole = 2.5 + 2.0 / 32 * 95
-    assert found.times == {OURS: Times((7.0, 7.0), (14.0, 14.0)),
-                           GENERATE: Times((whole, whole), (2 * whole, 2 * whole), from_part=True)}
-    assert asked[OURS] == [(-1, 4), (-2, 16), (0, 128), (1, 128)]  # ours is never cut
-    assert asked[GENERATE] == [(-1, 4), (-2, 16), (-3, 1), (0, 33), (-4, 1), (1, 33)]
-    assert generate.rows(found)[1][1] == "transformers ~"
-    assert "the first 33 tokens are timed" in generate.explained([found], Options(), 60.0)
-    assert generate_race._warmed(racing[OURS], replace(CELL, new_tokens=33)) == 0.0
+    found = generate_race._raced(CELL, {name: Racer(name) for name in seconds}, machine, Options(rounds=3, seconds=4.0))
+    assert found.times == {OURS: Times((1.0,) * 3, (2.0,) * 3), GENERATE: Times((2.5,) * 2, (5.0,) * 2),
+                           VLLM: Times((30.0,), (60.0,))}
 
 
 class Fake:
