@@ -91,7 +91,7 @@ class ModelConfig:
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
         stored = stored_dtypes(Path(path))
-        usual = max(set(stored.values()), key=list(stored.values()).count, default=config.file_dtype)
+        usual = max(dict.fromkeys(stored.values()), key=list(stored.values()).count, default=config.file_dtype)
         unusual = {name: dtype for name, dtype in stored.items() if dtype != usual}
         return replace(config, file_dtype=usual, tensor_dtypes=unusual)
 

@@ -86,8 +86,9 @@ class Round:
                 start += box.numel
             return found
 
-        names = {box.name for pieces in self.pieces.values() for _, box in pieces}
-        return ShardMap({name: shapes[name] for name in names}, tuple(self.pieces), shards)
+        # in the order of the pieces: a set's would be another one in each process, and ranks must plan alike
+        of_pieces = {box.name: shapes[box.name] for pieces in self.pieces.values() for _, box in pieces}
+        return ShardMap(of_pieces, tuple(self.pieces), shards)
 
 
 def plan_rounds(files: list[NewFile], owner: dict[str, int], shard_map: ShardMap, dtypes: dict[str, torch.dtype],

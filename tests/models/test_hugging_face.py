@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
 from hybridflow.models.config import Head, ModelConfig
-from hybridflow.models.hf_export import export_hf
+from hybridflow.models.hf_export import Round, export_hf
 from hybridflow.models.hf_import import load_hf
 from hybridflow.models.safetensors_files import INDEX_FILE, stored_dtypes, tensor_files
+from hybridflow.parallel.box import Box
 from hybridflow.parallel.mesh import Layout
 from hybridflow.parallel.schedules.chunks import ChunkOrder, Chunks
 from hybridflow.parallel.world import World
@@ -166,3 +167,11 @@ def test_config_of_the_folder_names_itself(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match="config.json: model_type: 'gpt2'"):
         ModelConfig.from_hf_folder(tmp_path)
+
+
+def test_all_processes_plan_an_export_in_the_same_order():
+    """Whatever their hashes of strings are: a plan goes through tensors in the order of the maps."""
+    shapes = {f"tensor {number}": (number,) for number in range(1, 30)}
+    pieces = [(None, Box.whole(name, shape)) for name, shape in reversed(shapes.items())]
+    round_map = Round(torch.float32, {0: pieces[:9], 1: pieces[9:]}).shard_map(shapes)
+    assert list(round_map.shapes) == [box.name for _, box in pieces]
