@@ -109,6 +109,52 @@ inline Rectangle rectangle_of(int thread, int threads, long m, long panels, long
     return {share_of(m, thread % best, best), {share.first * unit, std::min(panels, share.last * unit)}};
 }
 
+// How many panels a product of so many rows passes over side by side: a multiple of `unit`.
+inline int panels_together(long rows, long unit) {
+    const long blocks = std::max<long>(1, (rows + kTileRows - 1) / kTileRows);
+    return int(std::max<long>(unit, panels_at_once(int((rows + blocks - 1) / blocks))));
+}
+
+// The weight of a product as `gemm_sums` reads it: `unit` is 2 for a pair.
+struct PackedMatrix {
+    const void* packed;
+    long panels, k, unit;
+};
+
+// What a thread reads first of the weight of its next product. It comes into the second-level cache while the thread
+// waits for others, in the order in which it will be read: memory has nothing else to do then.
+template <class T> class NextWeights {
+public:
+    NextWeights(int thread, int threads, long rows) : thread_(thread), threads_(threads), rows_(rows) {}
+
+    // The same weight as before: fetching goes on where it was.
+    void are(const PackedMatrix& weight) {
+        if (weight.packed == packed_) return;
+        packed_ = weight.packed;
+        const Rectangle mine = rectangle_of(thread_, threads_, rows_, weight.panels, weight.unit);
+        stride_ = panel_numbers<T>(weight.k) * long(sizeof(T));
+        panels_ = std::min<long>(panels_together(mine.rows.last - mine.rows.first, weight.unit),
+                                 mine.panels.last - mine.panels.first);
+        at_ = (const char*)packed_ + mine.panels.first * stride_;
+        lines_ = panels_ == 0 ? 0 : std::min(stride_, kMost / panels_) / 64;
+    }
+
+    void fetch_some() {
+        if (lines_ == 0) return pause();
+        for (long panel = 0; panel < panels_; ++panel) __builtin_prefetch(at_ + panel * stride_, 0, 2);
+        at_ += 64;
+        --lines_;
+    }
+
+private:
+    static constexpr long kMost = 384 << 10;  // bytes: what else is in the cache shall stay
+    const int thread_, threads_;
+    const long rows_;
+    const void* packed_ = nullptr;
+    const char* at_ = nullptr;
+    long stride_ = 0, panels_ = 0, lines_ = 0;  // left in each panel
+};
+
 // Sums of a tile with segments: sums of aligned runs of 2^j segments wait on a stack until their neighbour is there.
 template <class T>
 void segmented_tile(Tile<T> compute, const Compute<T>* x, const T* w, long panel_stride, long k, int segments,
@@ -154,7 +200,7 @@ void gemm_sums(int thread, int threads, const T* x, long m, long x_stride, const
             arrange_rows(x + (first + share.first) * x_stride, x_stride, int(share.last - share.first), k,
                          arranged + blocked_numbers(share.first, k));
         }
-        const int group = std::max(Unit, panels_at_once(int((rows + blocks - 1) / blocks)));
+        const int group = panels_together(rows, Unit);
         // While the blocks of rows pass over a panel, each fetches its part of the one that follows.
         const int lines = (kStepLines<T> + blocks - 1) / blocks;
         for (long panel = mine.panels.first; panel < mine.panels.last; panel += group) {

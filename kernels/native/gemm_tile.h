@@ -29,7 +29,7 @@ constexpr int panels_at_once(int rows) {
 }
 constexpr int kStep = 4;
 constexpr int kFewRows = 4;
-constexpr int kNear = 4096;  // bytes
+constexpr int kNear = 4096, kFar = 12288;  // bytes
 // Cache lines of a panel in kStep k.
 template <class T> constexpr int kStepLines = kStep * kPanel<T> * int(sizeof(T)) / 64;
 
@@ -79,7 +79,9 @@ inline __attribute__((always_inline)) void add_products(const C* x, const Vector
 }
 
 // What a tile fetches meanwhile: `lines` cache lines from `next` on at every kStep of k. A null `next`: the only pass
-// over this panel, which leaves no time for the next one; the tile looks kNear bytes ahead in its own.
+// over this panel, which leaves no time for the next one; the tile looks kNear bytes ahead in its own, and kFar bytes for
+// the second-level cache, which has more requests to memory open at once. Past the end of a panel lies one that has been
+// read or is another thread's, so in short panels, few of whose bytes are kFar from the end, only kNear.
 struct Ahead {
     const char* next;
     int lines;
@@ -103,6 +105,7 @@ __attribute__((noinline)) void tile(const Compute<T>* x, const T* w, long panel_
         }
         add_products<C, R, P>(x + i / kBlockK * R * kBlockK + i % kBlockK, columns, sums);
     };
+    const bool few = R <= kFewRows || ahead.next == nullptr, far = panel_stride * long(sizeof(T)) >= 4 * kFar;
     long i = first;
     const long whole = std::min(last, (first + kBlockK - 1) / kBlockK * kBlockK);
 #pragma GCC unroll 1
@@ -112,17 +115,18 @@ __attribute__((noinline)) void tile(const Compute<T>* x, const T* w, long panel_
     for (; i + kBlockK <= last; i += kBlockK, xs += (R - 1) * kBlockK)
 #pragma GCC unroll 1
         for (int part = 0; part < kBlockK; part += kStep, xs += kStep, ws += kStep * NR) {
-            const bool near = R <= kFewRows || ahead.next == nullptr;
-            if (!near)
+            if (!few)
 #pragma GCC unroll 1
                 for (int line = 0; line < ahead.lines; ++line, ahead.next += 64) __builtin_prefetch(ahead.next, 0, 2);
 #pragma GCC unroll 4
             for (int j = 0; j < kStep; j += 2) {
-                if (near)
+                if (few)
 #pragma GCC unroll 16
-                    for (int line = 0; line < P * kStepLines<T> / 2; ++line)
-                        __builtin_prefetch((const char*)(ws + j * NR + line % P * panel_stride) + kNear +
-                                           line / P * 64);
+                    for (int line = 0; line < P * kStepLines<T> / 2; ++line) {
+                        const char* here = (const char*)(ws + j * NR + line % P * panel_stride) + line / P * 64;
+                        __builtin_prefetch(here + kNear);
+                        if (far) __builtin_prefetch(here + kFar, 0, 2);
+                    }
                 Columns<T, P> columns, other;
                 if constexpr (sizeof(T) == 2) {
                     pair_at<P>(ws + j * NR, panel_stride, columns, other);

@@ -31,7 +31,6 @@ void hf_stage_and_draw(const Stage* stage, const Step* step, const Draw* draw) {
             mine.begin();
             for (long half = 0; half < 2 * stage->num_layers; ++half) mine.half(half);
             mine.finish();
-            all.barrier();
             mine.draw(*draw);
         });
     });

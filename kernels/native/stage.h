@@ -64,7 +64,7 @@ public:
     StageThread(Team& team, int thread, const Stage& stage, const Step& step)
         : team_(team), thread_(thread), threads_(team.size()), stage_(stage), step_(step),
           rows_(share_of(step.tokens, thread, team.size())),
-          qkv_size_((stage.heads + 2 * stage.kv_heads) * stage.head_dim) {}
+          qkv_size_((stage.heads + 2 * stage.kv_heads) * stage.head_dim), next_(thread, team.size(), step.tokens) {}
 
     // The residual stream starts as x, or as embeddings; ids of other ranks' rows give 0. This thread's rows.
     void begin() {
@@ -85,10 +85,11 @@ public:
     void half(long index) {
         const StageLayer& layer = stage_.layers[index / 2];
         take_partial(index, index % 2 ? layer.post_norm : layer.input_norm);
-        team_.barrier();
+        wait_before(weight_of(index));
         if (index % 2) feed_forward(layer);
         else attention(index / 2, layer);
-        team_.barrier();
+        if (index + 1 < 2 * stage_.num_layers) wait_before(weight_of(index + 1));
+        else team_.barrier();
     }
 
     // What leaves the stage: hidden states of all tokens, or normed ones of the sampled.
@@ -107,9 +108,10 @@ public:
         }
     }
 
-    // Behind a barrier after `finish`.
+    // After `finish`.
     void draw(const Draw& draw) {
         long vocab = draw.vocab, rows = step_.samples;
+        wait_before({draw.head, num_panels<T>(vocab), stage_.hidden, 1});
         C* logits = (C*)draw.logits;
         auto* blocks = (BlockStatistics<C>*)draw.blocks;
         gemm_part<T, C>(thread_, threads_, (const T*)step_.out, rows, stage_.hidden, draw.head, nullptr, vocab,
@@ -131,6 +133,22 @@ private:
         if (half == 0) return nullptr;
         const StageLayer& layer = stage_.layers[(half - 1) / 2];
         return (const T*)((half - 1) % 2 ? layer.down_bias : layer.out_bias);
+    }
+
+    // Of the first product of a half.
+    PackedMatrix weight_of(long half) const {
+        const StageLayer& layer = stage_.layers[half / 2];
+        if (half % 2) return {layer.gate_up, 2 * num_panels<T>(stage_.intermediate), stage_.hidden, 2};
+        return {layer.qkv, num_panels<T>(qkv_size_), stage_.hidden, 1};
+    }
+    PackedMatrix weight_to_hidden(const void* packed, long k) const {
+        return {packed, num_panels<T>(stage_.hidden), k, 1};
+    }
+
+    // A barrier behind which that weight is the next one to be read.
+    void wait_before(const PackedMatrix& weight) {
+        next_.are(weight);
+        team_.barrier([this] { next_.fetch_some(); });
     }
 
     void take_partial(long half, const void* norm) {
@@ -157,13 +175,15 @@ private:
                        [=](long row, long column, long count, const T* gate, const T* up) {
             swiglu_row(gate, up, count, active + row * size + column);
         });
-        team_.barrier();
+        wait_before(weight_to_hidden(layer.down, size));
         product(step_.active, size, layer.down, nullptr, stage_.hidden, stage_.segments, (C*)step_.partial);
     }
 
     void attention(long index, const StageLayer& layer) {
+        const long seen = stage_.heads * stage_.head_dim;
+        const PackedMatrix out = weight_to_hidden(layer.out, seen);
         product(step_.normed, stage_.hidden, layer.qkv, layer.qkv_bias, qkv_size_, 1, (T*)step_.qkv);
-        team_.barrier();
+        wait_before(out);
         Room room(stage_);
         auto write_all = [&](long token, long count, long kv) {
             for (long i = token; i < token + count; ++i) write(index, layer, i, kv, room);
@@ -178,8 +198,7 @@ private:
                 see(index, layer, token, count, kv, room);
             });
         }
-        team_.barrier();
-        long seen = stage_.heads * stage_.head_dim;
+        wait_before(out);
         product(step_.seen, seen, layer.out, nullptr, stage_.hidden, stage_.segments, (C*)step_.partial);
     }
 
@@ -273,6 +292,7 @@ private:
     const Step& step_;
     const Share rows_;
     const long qkv_size_;
+    NextWeights<T> next_;
 };
 
 }  // namespace hf

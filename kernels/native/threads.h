@@ -57,8 +57,10 @@ public:
         barrier();
     }
 
-    // Every thread of the team waits here for all others. Only inside `run`, by all threads the same number of times.
-    void barrier() {
+    // Every thread of the team waits here for all others, and calls `meanwhile` again and again while it does. Only
+    // inside `run`, by all threads the same number of times.
+    void barrier() { barrier(pause); }
+    template <class Meanwhile> void barrier(Meanwhile&& meanwhile) {
         if (threads_ == 1) return;
         uint32_t phase = phase_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1) + 1 == threads_) {
@@ -66,23 +68,24 @@ public:
             phase_.fetch_add(1);
             phase_.notify_all();
         } else {
-            await_change(phase_, phase);
+            await_change(phase_, phase, meanwhile);
         }
     }
 
 private:
     static constexpr std::chrono::microseconds kSpin{40};
 
-    static void await_change(std::atomic<uint32_t>& value, uint32_t old) {
+    template <class Meanwhile>
+    static void await_change(std::atomic<uint32_t>& value, uint32_t old, Meanwhile&& meanwhile) {
         for (int round = 0; round < 64; ++round) {
             if (value.load(std::memory_order_acquire) != old) return;
-            pause();
+            meanwhile();
         }
         auto until = std::chrono::steady_clock::now() + kSpin;
         do {
             for (int round = 0; round < 32; ++round) {
                 if (value.load(std::memory_order_acquire) != old) return;
-                pause();
+                meanwhile();
             }
         } while (std::chrono::steady_clock::now() < until);
         while (value.load(std::memory_order_acquire) == old) value.wait(old);
@@ -90,7 +93,7 @@ private:
 
     void work(int thread) {
         for (uint32_t seen = 0;; ++seen) {
-            await_change(started_, seen);
+            await_change(started_, seen, pause);
             if (call_ == nullptr) return;
             call_(argument_, thread);
             barrier();
