@@ -31,9 +31,14 @@ _pools: dict[int, LocalRanks] = {}
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Results of `fn(world, *args)` on every rank, in rank order."""
+    return kept_ranks(world_size).run(fn, *args)
+
+
+def kept_ranks(world_size: int) -> LocalRanks:
+    """Those that `run_ranks` runs on."""
     if world_size not in _pools:
         _pools[world_size] = LocalRanks(world_size, _imported(), TIMEOUT_S)
-    return _pools[world_size].run(fn, *args)
+    return _pools[world_size]
 
 
 def _imported() -> tuple[str, ...]:

@@ -27,8 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Verify. Returns 0; 1 where a combination differs or a rank fails; 2 where no combination is meant."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the ranks share this host's cores
+    from hybridflow.local_ranks import LocalRanks
     from hybridflow.verify.combinations import matching, selection
-    from hybridflow.verify.matrix import report, verify
+    from hybridflow.verify.matrix import PRELOAD, TIMEOUT_S, report, verify
 
     combinations = matching(selection(arguments.world), arguments.only)
     if not combinations:
@@ -39,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(map(str, combinations)))
         return 0
     start = time.monotonic()
-    wrong = report(verify(arguments.world, combinations), len(combinations), partial(print, flush=True))
+    with LocalRanks(arguments.world, PRELOAD, TIMEOUT_S) as ranks:
+        wrong = report(verify(ranks, combinations), len(combinations), partial(print, flush=True))
     print(f"{time.monotonic() - start:.0f} s on {arguments.world} processes of this host")
     return 1 if wrong else 0
 

@@ -1,7 +1,7 @@
 """Runs combinations one after another and holds each against one process.
 
 Owns the comparison and what a row says. One set of processes runs all of them, so that a combination costs what its
-steps cost; where one crashes, the next one gets new processes.
+steps cost; where one crashes, the next one gets new processes. Whose they are, the caller says.
 """
 
 from __future__ import annotations
@@ -61,16 +61,15 @@ class Verdict:
         return self.worst if not self.absolute <= MOST else "loss sums or gradient norm"
 
 
-def verify(world: int, combinations: Sequence[Combination], parts: Parts = OURS) -> Iterator[Verdict]:
+def verify(ranks: LocalRanks, combinations: Sequence[Combination], parts: Parts = OURS) -> Iterator[Verdict]:
     """The verdict on each combination, as soon as it is known; the measure of all is our own engine on one process."""
     alone = Alone()
-    with LocalRanks(world, (*PRELOAD, parts.engine.__module__, parts.role.__module__), TIMEOUT_S) as ranks:
-        for combination in combinations:
-            expected = alone.expected(combination)
-            try:
-                yield verdict(combination, expected, ranks.run(measure, combination, parts))
-            except RankError as error:
-                yield Verdict(combination, crash=str(error))
+    for combination in combinations:
+        expected = alone.expected(combination)
+        try:
+            yield verdict(combination, expected, ranks.run(measure, combination, parts))
+        except RankError as error:
+            yield Verdict(combination, crash=str(error))
 
 
 class Alone:

@@ -16,6 +16,7 @@ from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.verify.combinations import MICRO_BATCHES, TOKENS, Combination, Deep, Offload, TinyModel
 from hybridflow.verify.gradients import OURS, Parts, Step, whole
 from hybridflow.verify.matrix import report, verdict, verify
+from tests.ranks import kept_ranks
 from tests.verify import faulty
 
 TP4 = Combination(Layout(4), sequence_parallel=True, micro_batching=TOKENS, bucket_bytes=4096)
@@ -29,7 +30,7 @@ RIGHT = (TP4, PP2, CP2, ZB, CP4)
 
 
 def verdicts(parts: Parts, *combinations: Combination) -> list:
-    return list(verify(4, combinations, parts))
+    return list(verify(kept_ranks(4), combinations, parts))
 
 
 def test_our_engine_is_right_on_any_cut_and_says_so():
