@@ -105,7 +105,8 @@ __attribute__((noinline)) void tile(const Compute<T>* x, const T* w, long panel_
         }
         add_products<C, R, P>(x + i / kBlockK * R * kBlockK + i % kBlockK, columns, sums);
     };
-    const bool few = R <= kFewRows || ahead.next == nullptr, far = panel_stride * long(sizeof(T)) >= 4 * kFar;
+    const bool in_own = R <= kFewRows || ahead.next == nullptr;  // where this tile looks ahead
+    const bool far = panel_stride * long(sizeof(T)) >= 4 * kFar;
     long i = first;
     const long whole = std::min(last, (first + kBlockK - 1) / kBlockK * kBlockK);
 #pragma GCC unroll 1
@@ -115,12 +116,12 @@ __attribute__((noinline)) void tile(const Compute<T>* x, const T* w, long panel_
     for (; i + kBlockK <= last; i += kBlockK, xs += (R - 1) * kBlockK)
 #pragma GCC unroll 1
         for (int part = 0; part < kBlockK; part += kStep, xs += kStep, ws += kStep * NR) {
-            if (!few)
+            if (!in_own)
 #pragma GCC unroll 1
                 for (int line = 0; line < ahead.lines; ++line, ahead.next += 64) __builtin_prefetch(ahead.next, 0, 2);
 #pragma GCC unroll 4
             for (int j = 0; j < kStep; j += 2) {
-                if (few)
+                if (in_own)
 #pragma GCC unroll 16
                     for (int line = 0; line < P * kStepLines<T> / 2; ++line) {
                         const char* here = (const char*)(ws + j * NR + line % P * panel_stride) + line / P * 64;
