@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridflow.context import WHOLE, ContextCut, ContextPart
-from hybridflow.parallel.collectives import all_gather
+from hybridflow.parallel.collectives import all_gather, copy_to, reduce_from
 from hybridflow.parallel.mesh import AxisGroup
+from hybridflow.target_rows import TargetRows, whole
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class MicroBatch:
             belongs to none.
         target_index: `[targets]` packed positions on this rank whose outputs predict the targets.
         targets: `[targets]` the response tokens that this rank predicts, row after row.
+        target_rows: `[targets]` int64, the row of each target.
+        num_rows: of the samples packed, without padding.
         columns: what the loss needs for each target.
         part: which part of each row this is.
         answer_places: `[targets of all parts]` row after row, where each answer lies among those of all context ranks,
@@ -89,6 +92,8 @@ class MicroBatch:
     lengths: tuple[int, ...]
     target_index: Tensor
     targets: Tensor
+    target_rows: Tensor
+    num_rows: int
     columns: TokenColumns = TokenColumns()
     part: ContextPart = WHOLE
     answer_places: Tensor | None = None
@@ -98,6 +103,14 @@ class MicroBatch:
     def num_tokens(self) -> int:
         """Tokens that this rank runs."""
         return self.input_ids.shape[0]
+
+    def rows(self, cp: AxisGroup) -> TargetRows:
+        """The rows of the targets, whose parts lie on the ranks of `cp`."""
+        if cp.size == 1:
+            return TargetRows(self.target_rows, self.num_rows, whole)
+        # What each rank's loss says of a row's sum depends on every rank's part of it: hence a sum both ways.
+        return TargetRows(self.target_rows, self.num_rows, lambda sums: copy_to(reduce_from(sums, cp), cp),
+                          counts_here=cp.index == 0)
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], columns: TokenColumns = TokenColumns(), *, device: torch.device,
@@ -115,7 +128,8 @@ class MicroBatch:
         index = [start + len(sample.prompt) - 1 + i
                  for start, sample in zip(_starts(samples), samples) for i in range(len(sample.response))]
         targets = [token for sample in samples for token in sample.response]
-        return cls._packed(samples, index, targets, columns, device, multiple_of, cp)
+        rows = [row for row, sample in enumerate(samples) for _ in sample.response]
+        return cls._packed(samples, index, targets, rows, columns, device, multiple_of, cp)
 
     @classmethod
     def pack_last_tokens(cls, samples: Sequence[Sample], *, device: torch.device, multiple_of: int = 1,
@@ -123,22 +137,23 @@ class MicroBatch:
         """Pack `samples` with one target a row, read at its last token: what a score head answers."""
         ends = [start + sample.length - 1 for start, sample in zip(_starts(samples), samples)]
         targets = [(*sample.prompt, *sample.response)[-1] for sample in samples]
-        return cls._packed(samples, ends, targets, TokenColumns(), device, multiple_of, cp)
+        return cls._packed(samples, ends, targets, list(range(len(samples))), TokenColumns(), device, multiple_of, cp)
 
     @classmethod
-    def _packed(cls, samples: Sequence[Sample], target_index: list[int], targets: list[int], columns: TokenColumns,
-                device: torch.device, multiple_of: int, cp: ContextPart) -> MicroBatch:
-        """`target_index` are packed positions of whole rows."""
+    def _packed(cls, samples: Sequence[Sample], target_index: list[int], targets: list[int], rows: list[int],
+                columns: TokenColumns, device: torch.device, multiple_of: int, cp: ContextPart) -> MicroBatch:
+        """`target_index` are packed positions of whole rows, `rows` those of the targets."""
         lengths = [sample.length for sample in samples]
         positions = [position for length in lengths for position in range(length)]
         ids = [token for sample in samples for token in (*sample.prompt, *sample.response)]
         if cp.size > 1:
-            whole = cls(_ids(ids), _ids(positions), tuple(lengths), _ids(target_index), _ids(targets), columns)
-            return whole._cut(cp, device, multiple_of)
+            uncut = cls(_ids(ids), _ids(positions), tuple(lengths), _ids(target_index), _ids(targets), _ids(rows),
+                        len(samples), columns)
+            return uncut._cut(cp, device, multiple_of)
         padding = -len(positions) % multiple_of or (0 if lengths else multiple_of)
         lengths = (*lengths[:-1], sum(lengths[-1:]) + padding)
         return cls(_ids(ids + [0] * padding, device), _ids(positions + [0] * padding, device), lengths,
-                   _ids(target_index, device), _ids(targets, device), columns)
+                   _ids(target_index, device), _ids(targets, device), _ids(rows, device), len(samples), columns)
 
     def _cut(self, part: ContextPart, device: torch.device, multiple_of: int) -> MicroBatch:
         """The part's tokens and targets of these whole rows without padding, and where all answers belong."""
@@ -156,7 +171,8 @@ class MicroBatch:
         return MicroBatch(
             F.pad(self.input_ids[mine], padding).to(device), F.pad(self.position_ids[mine], padding).to(device),
             self.lengths, place[self.target_index[kept]].to(device), self.targets[kept].to(device),
-            self.columns.select(kept.to(device)), part, answers.to(device), most)
+            self.target_rows[kept].to(device), self.num_rows, self.columns.select(kept.to(device)), part,
+            answers.to(device), most)
 
 
 def reassemble(values: Tensor, micro_batch: MicroBatch, cp: AxisGroup) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridflow.algorithms.kl import KlEstimator
 from hybridflow.algorithms.losses import Clip, Sums, entropy_bonus, kl_loss, policy_loss, value_loss
 from hybridflow.micro_batch import TokenColumns
+from hybridflow.target_rows import TargetRows
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class ActorObjective:
     kl_estimator: KlEstimator | None = None
     kl_coef: float = 0.0
 
-    def __call__(self, log_probs: Tensor, entropy: Tensor | None, columns: TokenColumns) -> tuple[Tensor, Sums]:
+    def __call__(self, log_probs: Tensor, entropy: Tensor | None, columns: TokenColumns,
+                 rows: TargetRows) -> tuple[Tensor, Sums]:
         """(loss scalar, sums) of `[targets]` log_probs and entropy (None: not computed).
 
         Raises:

@@ -29,6 +29,7 @@ from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.optimizer import LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.world import World
+from hybridflow.target_rows import TargetRows
 
 MODEL = ModelConfig(Family.LLAMA, vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4,
                     num_kv_heads=2, head_dim=16)
@@ -143,7 +144,7 @@ def _fill(engine: ForwardEngine, weights: Gradients) -> None:
         storage.copy_(weights[name].bfloat16())
 
 
-def _loss(output: HeadOutput, columns: TokenColumns) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss(output: HeadOutput, columns: TokenColumns, rows: TargetRows) -> tuple[Tensor, dict[str, Tensor]]:
     return supervised_loss(output.log_probs, columns)
 
 

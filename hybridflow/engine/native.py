@@ -40,11 +40,13 @@ from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.schedules.messages import with_messages
 from hybridflow.parallel.schedules.training import build
 from hybridflow.parallel.weight_grads import WeightGrads
+from hybridflow.target_rows import TargetRows
 
 # What the last chunk gives for its targets: log-probs and entropy; or values or scores `[targets]`.
 Output = HeadOutput | Tensor
-# (output, columns of the same targets) -> (scalar loss, sums to log); both add up over micro-batches and replicas.
-Loss = Callable[[Output, TokenColumns], tuple[Tensor, dict[str, Tensor]]]
+# (output, columns and rows of the same targets) -> (scalar loss, sums to log); both add up over micro-batches, parts of
+# rows and replicas.
+Loss = Callable[[Output, TokenColumns, TargetRows], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Resharder(Protocol):
@@ -208,7 +210,7 @@ class TrainEngine(ForwardEngine):
         scale = self.optimizer.scale
 
         def scaled(output: Output, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            term, sums = loss(output, micro_batch.columns)
+            term, sums = loss(output, micro_batch.columns, micro_batch.rows(self.mesh.cp))
             return term if scale == 1.0 else term * scale, sums
 
         self.optimizer.zero_grad()
@@ -238,7 +240,7 @@ class TrainEngine(ForwardEngine):
         nothing = torch.zeros(0, dtype=torch.promote_types(self.options.dtype, torch.float32), device=self.mesh.device)
         index = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)
         output = HeadOutput(nothing, nothing) if self.head is Head.LANGUAGE_MODEL else nothing
-        return tuple(loss(output, like.columns.select(index))[1])
+        return tuple(loss(output, like.columns.select(index), TargetRows(index, 0))[1])
 
     def _add_up(self, terms: list[dict[str, Tensor]], names: tuple[str, ...]) -> dict[str, float]:
         """Sums over micro-batches, replicas and parts of the context, from one tensor rank each with the head."""

@@ -26,6 +26,7 @@ from hybridflow.observe.phases import Phase, PhaseTimer
 from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.mesh import everyone
 from hybridflow.parallel.world import World
+from hybridflow.target_rows import TargetRows
 from hybridflow.trainer.advantage import Advantages, Metrics
 from hybridflow.trainer.roles import ScoringRole, TrainedRole, sum_over_world
 from hybridflow.trainer.rollout import Sampler
@@ -163,7 +164,7 @@ class Dataflow:
         one_epoch = [range(start, min(start + size, batch.num_rows)) for start in range(0, batch.num_rows, size)]
         return one_epoch * self.plan.epochs
 
-    def _critic_loss(self, output: Output, columns: TokenColumns) -> tuple[Tensor, dict[str, Tensor]]:
+    def _critic_loss(self, output: Output, columns: TokenColumns, rows: TargetRows) -> tuple[Tensor, dict[str, Tensor]]:
         assert isinstance(output, Tensor)
         return self.critic_loss(output, columns)
 
@@ -175,12 +176,12 @@ class _ActorLoss:
         self.objective = objective
         self.largest_gap = torch.zeros((), dtype=torch.float64, device=device)
 
-    def __call__(self, output: Output, columns: TokenColumns) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, output: Output, columns: TokenColumns, rows: TargetRows) -> tuple[Tensor, dict[str, Tensor]]:
         assert isinstance(output, HeadOutput)
         if columns.rollout_log_probs is not None and columns.rollout_log_probs.numel():
             gap = (output.log_probs.detach() - columns.rollout_log_probs).abs().max()
             self.largest_gap = torch.maximum(self.largest_gap, gap.double())
-        return self.objective(output.log_probs, output.entropy, columns)
+        return self.objective(output.log_probs, output.entropy, columns, rows)
 
 
 def score_moments(scores: Tensor) -> Metrics:

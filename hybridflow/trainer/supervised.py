@@ -15,6 +15,7 @@ from hybridflow.models.decoder import HeadOutput
 from hybridflow.observe.phases import Phase, PhaseTimer
 from hybridflow.observe.trace import Trace, TraceCategory, settle_device
 from hybridflow.parallel.world import World
+from hybridflow.target_rows import TargetRows
 from hybridflow.trainer.build import Builder
 from hybridflow.trainer.dataflow import RewardSource
 from hybridflow.trainer.evaluate import Evaluator
@@ -70,6 +71,6 @@ class SupervisedTrainer:
         export_actor(folder, self.actor.trainer, self.tokenizer)
 
 
-def _loss(output: Output, columns: TokenColumns) -> tuple:
+def _loss(output: Output, columns: TokenColumns, rows: TargetRows) -> tuple:
     assert isinstance(output, HeadOutput)
     return supervised_loss(output.log_probs, columns)

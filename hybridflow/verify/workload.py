@@ -51,8 +51,8 @@ def reduction_of(model: TinyModel) -> Reduction:
 def loss_of(model: TinyModel) -> Loss:
     """What is minimised: every term that the actor, or the critic, can have."""
     if model is TinyModel.CRITIC:
-        return CRITIC
-    return lambda out, columns: ACTOR(out.log_probs, out.entropy, columns)
+        return lambda out, columns, rows: CRITIC(out, columns)
+    return lambda out, columns, rows: ACTOR(out.log_probs, out.entropy, columns, rows)
 
 
 def ragged_batch(world: World, some_failed: bool = False) -> Batch:

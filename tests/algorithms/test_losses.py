@@ -9,10 +9,12 @@ from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.micro_batch import TokenColumns
 from hybridflow.parallel.mesh import AxisGroup
 from hybridflow.parallel.vocab import token_log_probs
+from hybridflow.target_rows import TargetRows
 from tests.algorithms import dense
 
 CLIPS = [Clip(0.2, 0.2), Clip(0.2, 0.28), Clip(0.1, 0.3, dual=1.5), Clip(0.0, 0.0), Clip(0.2, 0.2, dual=1.05)]
 NUM = 63
+ROWS = TargetRows.of([NUM])
 
 
 def randn(seed, scale=1.0):
@@ -94,7 +96,7 @@ def test_a_token_that_is_not_trained_may_hold_any_finite_number():
         weight=torch.tensor([0.0, 1.0]), old_log_probs=torch.tensor([-1.0, -300.0]),
         advantages=torch.tensor([1.0, 1.0]), ref_log_probs=torch.tensor([-1.0, -300.0]),
     )  # fmt: skip
-    loss, sums = ActorObjective(Clip(), kl_estimator=KlEstimator.K3, kl_coef=0.1)(log_probs, None, columns)
+    loss, sums = ActorObjective(Clip(), kl_estimator=KlEstimator.K3, kl_coef=0.1)(log_probs, None, columns, ROWS)
     loss.backward()
     assert loss.isfinite() and log_probs.grad.isfinite().all() and log_probs.grad[0] == 0
     assert all(np.isfinite(v) for v in finish_metrics(sums).values())
@@ -166,7 +168,7 @@ def test_the_actor_objective_is_the_sum_of_its_parts():
     )
     log_probs, entropy = randn(8).requires_grad_(), randn(10).abs()
     objective = ActorObjective(Clip(), entropy_coef=0.01, kl_estimator=KlEstimator.K2, kl_coef=0.3)
-    loss, sums = objective(log_probs, entropy, columns)
+    loss, sums = objective(log_probs, entropy, columns, ROWS)
     parts = [policy_loss(log_probs, columns, Clip()), entropy_bonus(entropy, columns)]
     parts.append(kl_loss(log_probs, columns, KlEstimator.K2))
     (policy, _), (bonus, _), (divergence, _) = parts
@@ -180,11 +182,11 @@ def test_the_actor_objective_is_the_sum_of_its_parts():
 def test_coefficients_of_zero_leave_a_term_out():
     columns = TokenColumns(weight=weights(), advantages=randn(4))
     entropy = torch.zeros(NUM, dtype=torch.float64, requires_grad=True)
-    loss, sums = ActorObjective(Clip())(randn(8).requires_grad_(), entropy, columns)
+    loss, sums = ActorObjective(Clip())(randn(8).requires_grad_(), entropy, columns, ROWS)
     loss.backward()
     assert entropy.grad is None and "entropy" in sums
     with pytest.raises(ValueError, match="entropy_coef is 0.1"):
-        ActorObjective(Clip(), entropy_coef=0.1)(randn(8), None, columns)
+        ActorObjective(Clip(), entropy_coef=0.1)(randn(8), None, columns, ROWS)
 
 
 def test_the_critic_objective_scales_the_gradient():
@@ -210,6 +212,6 @@ def test_case_16_log_prob_and_entropy_under_a_temperature_reach_the_losses():
     hidden = torch.tensor([[2.0, 1.0, 0.0]], dtype=torch.float64)  # the logits
     log_probs, entropy = token_log_probs(hidden, head, torch.tensor([1]), tp, 3, temperature=0.5, with_entropy=True)
     columns = TokenColumns(weight=torch.ones(1), advantages=torch.zeros(1))
-    _, sums = ActorObjective(Clip())(log_probs, entropy, columns)
+    _, sums = ActorObjective(Clip())(log_probs, entropy, columns, ROWS)
     assert finish_metrics(sums)["entropy"] == pytest.approx(0.441057, abs=1e-6)
     assert supervised_loss(log_probs, columns)[0].item() == pytest.approx(2.142932, abs=1e-6)

@@ -9,6 +9,7 @@ from hybridflow.algorithms.losses import Clip, finish_metrics, supervised_loss
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.algorithms.reduction import GlobalCounts, LossReduction, loss_weights
 from hybridflow.micro_batch import TokenColumns
+from hybridflow.target_rows import TargetRows
 from tests.algorithms import dense
 
 L = 4
@@ -86,7 +87,8 @@ def test_no_cut_changes_loss_gradient_or_metrics(which, reduction):
         advantages=randn(n, 6), returns=randn(n, 7), old_values=randn(n, 8), rollout_log_probs=randn(n, 9),
     )  # fmt: skip
     objective, extra = {
-        "actor": (ActorObjective(Clip(0.2, 0.3, 1.5), 0.0, KlEstimator.K3, 0.1), (None,)),
+        "actor": (lambda out, columns: ActorObjective(Clip(0.2, 0.3, 1.5), 0.0, KlEstimator.K3, 0.1)(
+            out, None, columns, TargetRows.of([len(out)])), ()),
         "critic": (CriticObjective(0.2, 0.5), ()),
         "supervised": (supervised_loss, ()),
     }[which]
@@ -176,7 +178,7 @@ def test_case_7_nothing_trained_is_zero_with_a_live_graph(reduction):
         actor = ActorObjective(Clip(dual=3.0), 0.1, KlEstimator.K3, 0.1)
         output = randn(n, 6).requires_grad_()
         results = [
-            actor(output, output.square(), columns), CriticObjective(0.2)(output, columns),
+            actor(output, output.square(), columns, TargetRows.of(lengths)), CriticObjective(0.2)(output, columns),
             supervised_loss(output, columns),
         ]  # fmt: skip
         for loss, sums in results:

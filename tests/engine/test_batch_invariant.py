@@ -29,6 +29,7 @@ from hybridflow.parallel.optimizer import LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.world import World
+from hybridflow.target_rows import TargetRows
 from hybridflow.trainer.roles import Reduction, TrainedRole
 from tests.engine.models import assemble, canonical_grads, ragged_batch, ragged_samples, tiny_model
 from tests.ranks import run_ranks
@@ -114,7 +115,7 @@ def _generated(runner: NativeRunner, sample: Sample) -> Tensor:
     return torch.cat(found)
 
 
-def sft_loss(output: Output, columns: TokenColumns) -> tuple[Tensor, dict[str, Tensor]]:
+def sft_loss(output: Output, columns: TokenColumns, rows: TargetRows) -> tuple[Tensor, dict[str, Tensor]]:
     return supervised_loss(output.log_probs, columns)
 
 
@@ -124,12 +125,12 @@ class OnPolicy:
     def __init__(self) -> None:
         self.largest_gap, self.seen, self.entropy = 0.0, 0, 0.0
 
-    def __call__(self, output: Output, columns: TokenColumns) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, output: Output, columns: TokenColumns, rows: TargetRows) -> tuple[Tensor, dict[str, Tensor]]:
         if output.log_probs.numel():
             gap = (output.log_probs.detach() - columns.old_log_probs).abs().max().item()
             self.largest_gap, self.seen = max(self.largest_gap, gap), self.seen + output.log_probs.numel()
             self.entropy += output.entropy.sum().item()
-        loss, sums = sft_loss(output, columns)
+        loss, sums = sft_loss(output, columns, rows)
         return loss - 0.1 * (output.entropy * columns.weight).sum(), sums
 
 

@@ -23,6 +23,7 @@ from hybridflow.parallel.optimizer import LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.world import World
+from hybridflow.target_rows import TargetRows
 from hybridflow.trainer.roles import Reduction, TrainedRole
 from tests.engine.models import assemble, canonical_grads, ragged_batch, tiny_model
 from tests.ranks import run_ranks
@@ -73,7 +74,7 @@ class Seen:
     after: Tensor
 
 
-def sft_loss(output: Output, columns: TokenColumns) -> tuple[Tensor, dict[str, Tensor]]:
+def sft_loss(output: Output, columns: TokenColumns, rows: TargetRows) -> tuple[Tensor, dict[str, Tensor]]:
     return supervised_loss(output.log_probs, columns)
 
 

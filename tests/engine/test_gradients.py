@@ -21,9 +21,9 @@ ROWS = 10
 ACTOR = ActorObjective(Clip(0.2, 0.3, dual=2.0), entropy_coef=0.01, kl_estimator=KlEstimator.K3, kl_coef=0.1)
 CRITIC = CriticObjective(value_clip=0.2, coef=0.5)
 LOSSES = {
-    "actor": (Head.LANGUAGE_MODEL, lambda out, columns: ACTOR(out.log_probs, out.entropy, columns)),
-    "critic": (Head.VALUE, lambda out, columns: CRITIC(out, columns)),
-    "sft": (Head.LANGUAGE_MODEL, lambda out, columns: supervised_loss(out.log_probs, columns)),
+    "actor": (Head.LANGUAGE_MODEL, lambda out, columns, rows: ACTOR(out.log_probs, out.entropy, columns, rows)),
+    "critic": (Head.VALUE, lambda out, columns, rows: CRITIC(out, columns)),
+    "sft": (Head.LANGUAGE_MODEL, lambda out, columns, rows: supervised_loss(out.log_probs, columns)),
 }
 CASES = [  # layout, micro-batch size, sequence parallel, layers per stage, schedule
     (Layout(1, 1, 4), 1, False, None, ScheduleKind.ONE_F_ONE_B),

@@ -37,7 +37,7 @@ def starts(world: World, kind: ScheduleKind, layout: Layout, vpp: int) -> tuple[
 
     engine.grads.start = forcing
     role = TrainedRole(engine, MicroBatching(4), MicroBatching(1), Reduction(LossReduction.TOKEN_MEAN))
-    role.update(ragged_batch(world, 10), range(10), lambda out, columns: supervised_loss(out.log_probs, columns))
+    role.update(ragged_batch(world, 10), range(10), lambda out, columns, rows: supervised_loss(out.log_probs, columns))
     return started, forced, len(engine.grads.buckets)
 
 

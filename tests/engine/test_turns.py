@@ -23,7 +23,7 @@ ROWS = 6
 PLAIN = TrainOptions()
 
 
-def sft(output, columns):
+def sft(output, columns, rows):
     return supervised_loss(output.log_probs, columns)
 
 

@@ -17,6 +17,7 @@ from hybridflow.models.config import Head
 from hybridflow.packing import MicroBatching
 from hybridflow.parallel.mesh import Layout
 from hybridflow.parallel.world import World
+from hybridflow.target_rows import TargetRows
 from hybridflow.trainer.roles import Reduction, TrainedRole
 from tests.engine.models import assemble, canonical_grads, ragged_batch, tiny_model, train_engine
 from tests.ranks import run_ranks
@@ -46,11 +47,11 @@ def learner(world: World, cut: tuple[Layout, bool, MicroBatching], head: Head, r
     return TrainedRole(engine, at_once, at_once, reduction)
 
 
-def sft_loss(output: Output, columns: TokenColumns) -> tuple[Tensor, dict[str, Tensor]]:
+def sft_loss(output: Output, columns: TokenColumns, rows: TargetRows) -> tuple[Tensor, dict[str, Tensor]]:
     return supervised_loss(output.log_probs, columns)
 
 
-def given_loss(output: Output, columns: TokenColumns) -> tuple[Tensor, dict[str, Tensor]]:
+def given_loss(output: Output, columns: TokenColumns, rows: TargetRows) -> tuple[Tensor, dict[str, Tensor]]:
     """The token losses that stand in the column of advantages, whatever the model says; its gradient is theirs."""
     loss = (columns.weight * columns.advantages * (1 + output - output.detach())).sum()
     return loss, {"loss": loss.detach()}
