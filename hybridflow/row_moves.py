@@ -58,7 +58,7 @@ def send_rows(world: World, lengths: Sequence[int], src: RowsOfRank, dst: RowsOf
         values: `[entries of my src rows, width]`; ranks without rows give `[0, width]`. Not to be changed any more.
     """
     width = values.shape[1]
-    plan = TransferPlan(row_map(lengths, src, width), row_map(lengths, dst, width))
+    plan = TransferPlan(row_map(lengths, src, width), row_map(lengths, dst, width), passing=False)
     out = values.new_empty(sum(lengths[row] for row in dst[world.rank]), width)
     return Arrival(Flight(plan, world, {"rows": values.contiguous()}, {"rows": out}, wire_dtype=values.dtype), out)
 

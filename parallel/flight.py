@@ -16,8 +16,8 @@ ONE_MESSAGE = 2**62  # elements from which a piece travels apart: all that goes 
 
 
 class Flight:
-    """A plan under way. Ranks of the plan start their flights in the same order, and may do other work before they
-    `land`. What this rank sends is in the world's outbox, and must not change.
+    """A plan without passing on, under way. Ranks of the plan start their flights in the same order, and may do other
+    work before they `land`. What this rank sends is in the world's outbox, and must not change.
     """
 
     @torch.no_grad()
