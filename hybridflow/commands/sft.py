@@ -49,7 +49,8 @@ def _run(inputs: Inputs, records: DataSplit, loader: SftLoader, held_out: tuple[
             whole.view.say(f"{loader.num_dropped} of {len(records.train)} pairs are too long and were dropped.")
         whole.fit(RunParts(
             step=lambda: trainer.step(next(loader)), export=trainer.export, trace=trainer.trace, timer=trainer.timer,
-            grid=trainer.actor.engine.mesh.grid, stop_at_accuracy=config.sft.stop_at_accuracy,
+            labels={rank: trainer.actor.blueprint.grid.coord(rank).words() for rank in range(world.size)},
+            stop_at_accuracy=config.sft.stop_at_accuracy,
             evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
         ))
 

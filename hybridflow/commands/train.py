@@ -42,7 +42,7 @@ def _run(inputs: Inputs, records: DataSplit, loader: PromptLoader, held_out: tup
             trainer.start(next(loader))
         whole.fit(RunParts(
             step=lambda: trainer.step(next(loader)), export=trainer.export, trace=trainer.trace, timer=trainer.timer,
-            grid=trainer.roles.actor.engine.mesh.grid,
+            labels=trainer.labels(),
             evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
             samples=lambda: trainer.samples(config.logging.samples),
             trouble=lambda: trainer.trouble,
