@@ -10,7 +10,7 @@ README = Path(__file__).parents[2] / "README.md"
 def test_every_key_has_a_default_and_a_meaning():
     lines = {line.key: line for line in key_lines()}
     assert lines["train.zero_stage"].default == "1"
-    assert lines["algorithm.loss_reduction"].default == "token-mean"
+    assert lines["algorithm.loss_reduction"].default == "null"
     assert lines["data.tasks[].weight"].default == "1.0"
     assert lines["train.layout.dp"].default == "null"
     assert all(line.meaning.endswith(".") for line in lines.values())

@@ -6,15 +6,19 @@ from copy import deepcopy
 import pytest
 import torch
 
+from hybridflow.algorithms.advantages import AdvantageOptions
+from hybridflow.algorithms.dr_grpo import dr_grpo_advantages
 from hybridflow.algorithms.kl import AdaptiveKl, KlEstimator
+from hybridflow.algorithms.ppo import gae_advantages
 from hybridflow.batch import Batch
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.parallel.world import World
-from hybridflow.trainer.advantage import GrpoAdvantages, KlPenalty, PpoAdvantages
+from hybridflow.trainer.advantage import Advantages, KlPenalty
 from tests.ranks import run_ranks
 
 LENGTHS = (1, 3, 2)
 NAN = float("nan")
+GAE = AdvantageOptions(gamma=1.0, lam=1.0)
 
 
 def batch_of(world: World, scores: list[float]) -> Batch:
@@ -32,13 +36,13 @@ def by_row(world: World, batch: Batch, column: torch.Tensor) -> dict[int, list[f
     return {row: part.tolist() for row, part in zip(batch.home[world.rank], parts)}
 
 
-def estimate(world: World, advantages: PpoAdvantages | GrpoAdvantages, scores: list[float]) -> tuple:
+def estimate(world: World, advantages: Advantages, scores: list[float]) -> tuple:
     batch, metrics = advantages(batch_of(world, scores), world)
     columns = batch.columns
     return by_row(world, batch, columns.advantages), by_row(world, batch, columns.loss_mask), metrics, advantages
 
 
-def on_one_and_two_ranks(advantages: PpoAdvantages | GrpoAdvantages, scores: list[float]) -> list[tuple]:
+def on_one_and_two_ranks(advantages: Advantages, scores: list[float]) -> list[tuple]:
     """Advantages and masks of all rows, metrics and the state afterwards; of one process, then of two ranks."""
     outcomes = [[estimate(World.single(torch.device("cpu")), deepcopy(advantages), scores)],
                 run_ranks(2, estimate, deepcopy(advantages), scores)]
@@ -55,7 +59,7 @@ MASKS = {0: [1.0], 1: [0.0] * 3, 2: [1.0] * 2}
 
 
 def test_a_failed_reward_is_in_no_moment_and_not_trained():
-    for rows, masks, metrics, _ in on_one_and_two_ranks(PpoAdvantages(1.0, 1.0, True), [1.0, NAN, 4.0]):
+    for rows, masks, metrics, _ in on_one_and_two_ranks(Advantages(gae_advantages, GAE, True), [1.0, NAN, 4.0]):
         # Of the three trained tokens one has advantage 1 and two have 4: mean 3, variance 2.
         assert masks == MASKS
         assert metrics == pytest.approx({"advantage/mean": 3.0, "advantage/std": 2**0.5})
@@ -64,7 +68,7 @@ def test_a_failed_reward_is_in_no_moment_and_not_trained():
 
 
 def test_a_failed_reward_is_not_in_its_group():
-    for rows, masks, _, _ in on_one_and_two_ranks(GrpoAdvantages(normalise_by_std=False), [1.0, NAN, 4.0]):
+    for rows, masks, _, _ in on_one_and_two_ranks(Advantages(dr_grpo_advantages), [1.0, NAN, 4.0]):
         assert masks == MASKS
         assert rows == {0: [-1.5], 1: [0.0] * 3, 2: [1.5] * 2}
 
@@ -75,7 +79,7 @@ def test_a_failed_reward_is_not_in_its_group():
 def test_the_kl_is_charged_and_reported_by_the_configured_estimator(estimator: KlEstimator, of_token: float):
     # 1.5 trained tokens a rollout: 10 % above the target, of which a tenth goes into the coefficient.
     controller = AdaptiveKl(0.1, target=1.5 * of_token / 1.1)
-    advantages = PpoAdvantages(1.0, 1.0, False, KlPenalty(estimator, controller))
+    advantages = Advantages(gae_advantages, GAE, False, KlPenalty(estimator, controller))
     for rows, masks, metrics, after in on_one_and_two_ranks(advantages, [1.0, NAN, 4.0]):
         assert masks == MASKS
         assert metrics["policy/kl_reference"] == pytest.approx(of_token) and metrics["policy/kl_coef"] == 0.1
@@ -85,7 +89,7 @@ def test_the_kl_is_charged_and_reported_by_the_configured_estimator(estimator: K
 
 
 def test_nothing_scored_trains_nothing_and_moves_no_coefficient():
-    advantages = PpoAdvantages(1.0, 1.0, True, KlPenalty(KlEstimator.K1, AdaptiveKl(0.1, target=1.0)))
+    advantages = Advantages(gae_advantages, GAE, True, KlPenalty(KlEstimator.K1, AdaptiveKl(0.1, target=1.0)))
     for rows, masks, metrics, after in on_one_and_two_ranks(advantages, [NAN] * 3):
         assert not any(map(any, masks.values())) and not any(map(any, rows.values()))
         assert metrics["policy/kl_reference"] == 0.0 and after.penalty.controller.coef == 0.1
