@@ -43,7 +43,7 @@ class LagrangeMultiplier:
         log: ln lambda.
         lr: alpha, the step of ln lambda per unit of cost and lambda.
         limit: d of the paper in its sign here: the mean cost that is still allowed.
-        largest: lambda is never above it.
+        largest: lambda stays within [1 / largest, largest], from where it can come back.
     """
 
     log: float
@@ -56,11 +56,11 @@ class LagrangeMultiplier:
         """The multiplier that starts at `value`.
 
         Raises:
-            ValueError: value, lr or largest is not positive, or value is above largest.
+            ValueError: lr is not positive, or value is outside [1 / largest, largest].
         """
-        if not (0 < value <= largest and lr > 0):
-            raise ValueError(f"a multiplier that starts at {value}, with lr {lr} and at most {largest}: all must be "
-                             "positive, and the start not above the most, for example 1.0, 0.1 and 1000.0")
+        if not (lr > 0 and largest >= 1 and 1 / largest <= value <= largest):
+            raise ValueError(f"a multiplier that starts at {value}, with lr {lr} and largest {largest}: lr must be "
+                             "positive and the start within [1 / largest, largest], for example 1.0, 0.1 and 1000.0")
         return cls(math.log(value), lr, limit, largest)
 
     @property
@@ -77,7 +77,8 @@ class LagrangeMultiplier:
         if math.isnan(mean_cost):
             raise ValueError("the mean cost is NaN: a cost of this step is not a number")
         risen = self.log + self.lr * self.value * (mean_cost - self.limit)
-        return replace(self, log=min(risen, math.log(self.largest)))
+        bound = math.log(self.largest)
+        return replace(self, log=min(max(risen, -bound), bound))
 
 
 def pretraining_loss(log_probs: Tensor, columns: TokenColumns, coef: float) -> tuple[Tensor, Sums]:

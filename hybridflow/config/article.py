@@ -19,10 +19,10 @@ from math import prod
 from typing import Any
 
 from hybridflow.algorithms.recipes import RECIPES
+from hybridflow.config.algorithm_schema import AlgorithmConfig
 from hybridflow.config.faults import Fault, listed, nearest_key, shown
 from hybridflow.config.hints import field_types
 from hybridflow.config.load import Tree
-from hybridflow.config.schema import AlgorithmConfig
 from hybridflow.config.words import KLWhere
 from hybridflow.parallel.arithmetic import ceil_div
 

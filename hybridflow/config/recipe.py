@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from hybridflow.algorithms.recipes import RECIPES, Recipe
 from hybridflow.algorithms.registry import ADVANTAGES, POLICY_LOSSES, Need, PolicyLossEntry
-from hybridflow.config.schema import AlgorithmConfig, ClipConfig, Config, KLConfig
+from hybridflow.config.algorithm_schema import AlgorithmConfig, ClipConfig, KLConfig
+from hybridflow.config.schema import Config
 from hybridflow.config.words import KLWhere
 
 # What a policy loss of a user's file may read: PPO's bounds.

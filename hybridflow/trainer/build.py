@@ -17,11 +17,12 @@ from hybridflow.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator
 from hybridflow.algorithms.losses import Clip
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.algorithms.reduction import LossReduction
+from hybridflow.config.algorithm_schema import AlgorithmConfig, ClipConfig, CorrectionConfig
 from hybridflow.config.batch_math import BatchMath, scored_at_once, trained_at_once
 from hybridflow.config.layouts import Role, generation_layout, role_layout
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.recipe import with_recipe
-from hybridflow.config.schema import AlgorithmConfig, ClipConfig, Config, CorrectionConfig, OptimizerConfig
+from hybridflow.config.schema import Config, OptimizerConfig
 from hybridflow.config.words import CorrectionLevel, EngineName, KLWhere
 from hybridflow.engine.native import ForwardEngine, TrainEngine
 from hybridflow.engine.options import EngineOptions

@@ -14,8 +14,9 @@ import torch
 from hybridflow.algorithms.advantages import Estimator
 from hybridflow.algorithms.functions import find_estimator, find_policy_loss
 from hybridflow.algorithms.policy import PolicyLoss
+from hybridflow.config.algorithm_schema import AlgorithmConfig
 from hybridflow.config.recipe import with_recipe
-from hybridflow.config.schema import AlgorithmConfig, Config
+from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
 from hybridflow.config.words import EngineName
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
