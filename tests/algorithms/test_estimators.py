@@ -124,7 +124,8 @@ def test_it_does_not_matter_which_rank_has_a_row(name):
     for rows_of in (((4, 0), (1, 2, 3)), ((2,), (), (0, 1, 3, 4))):
         summed = sum_of_ranks(name, whole, rows_of)
         for rows in rows_of:
-            result = estimated(find_estimator(name), part(whole, rows, lambda x: summed), OPTIONS, whitened=True)
+            mine = part(whole, rows, lambda x, summed=summed: summed)
+            result = estimated(find_estimator(name), mine, OPTIONS, whitened=True)
             assert (result.mean, result.variance) == pytest.approx((alone.mean, alone.variance), abs=1e-12)
             wanted = torch.cat([expected[row] for row in rows]) if rows else torch.zeros(0, dtype=torch.float64)
             torch.testing.assert_close(result.estimate.advantages, wanted, rtol=0, atol=1e-9)
