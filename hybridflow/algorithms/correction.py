@@ -21,14 +21,14 @@ from hybridflow.micro_batch import TokenColumns
 from hybridflow.target_rows import TargetRows
 
 
-class CorrectionLevel(Enum):
+class RatioOf(Enum):
     """Whose ratio is the weight of a token: its own, or that of its whole response (the product over its tokens)."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"
 
 
-class CorrectionHow(Enum):
+class Bounding(Enum):
     """TRUNCATE: min(ratio, high). MASK: the ratio where low <= ratio <= high, else 0."""
 
     TRUNCATE = "truncate"
@@ -37,7 +37,7 @@ class CorrectionHow(Enum):
 
 @dataclass(frozen=True)
 class Correction:
-    """Example: `Correction(CorrectionLevel.TOKEN, CorrectionHow.TRUNCATE, high=2.0)`.
+    """Example: `Correction(RatioOf.TOKEN, Bounding.TRUNCATE, high=2.0)`.
 
     Attributes:
         low, high: bounds of the ratio, low in [0, 1] and high at least 1; low is for MASK alone.
@@ -46,8 +46,8 @@ class Correction:
         ValueError: a bound is outside its range.
     """
 
-    level: CorrectionLevel
-    how: CorrectionHow
+    level: RatioOf
+    how: Bounding
     low: float = 0.5
     high: float = 2.0
 
@@ -72,7 +72,7 @@ class Correction:
         rollout = given(columns.rollout_log_probs, "rollout_log_probs")
         trained = weight != 0
         log_ratios = torch.where(trained, old_log_probs(log_probs, columns) - rollout, 0.0)
-        if self.level is CorrectionLevel.SEQUENCE:
+        if self.level is RatioOf.SEQUENCE:
             of_rows, out_of_rows = self._bounded(rows.sums(log_ratios))
             importance, out = rows.to_targets(of_rows), rows.to_targets(out_of_rows)
             moments = _moments(of_rows, (rows.sums(trained.to(of_rows.dtype)) > 0) & rows.counts_here)
@@ -87,7 +87,7 @@ class Correction:
     def _bounded(self, log_ratios: Tensor) -> tuple[Tensor, Tensor]:
         """(weights, where the ratio was out of bounds), both of the shape of log_ratios."""
         ratios = log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        if self.how is CorrectionHow.TRUNCATE:
+        if self.how is Bounding.TRUNCATE:
             return ratios.clamp(max=self.high), ratios > self.high
         out = (ratios < self.low) | (ratios > self.high)
         return torch.where(out, 0.0, ratios), out

@@ -37,7 +37,8 @@ class Idle:
 
 IDLE = (
     Idle(lambda c: Need.CRITIC not in needs_of(c.algorithm),
-         ("model.critic", "train.critic_optimizer", "algorithm.value_clip", "algorithm.value_loss_coef"),
+         ("model.critic", "placement.critic", "train.critic_optimizer", "algorithm.value_clip",
+          "algorithm.value_loss_coef"),
          "has no effect without a critic, which this algorithm has not", "remove it, or choose algorithm.name ppo"),
     Idle(lambda c: not reads_option(c.algorithm, "gamma"), ("algorithm.gamma",),
          "has no effect with this advantage, one number a response", "remove it, or choose algorithm.name ppo"),
@@ -56,7 +57,7 @@ IDLE = (
          or c.algorithm.correction.how is CorrectionHow.TRUNCATE, ("algorithm.correction.low",),
          "has no effect where no ratio is masked", "choose algorithm.correction.how mask, with a level"),
     Idle(lambda c: kl_where_of(c.algorithm) is KLWhere.NONE,
-         ("algorithm.kl.estimator", "algorithm.kl.coef", "model.reference"),
+         ("algorithm.kl.estimator", "algorithm.kl.coef", "model.reference", "placement.reference"),
          "has no effect without a KL penalty", "choose algorithm.kl.where reward or loss"),
     Idle(lambda c: kl_where_of(c.algorithm) is not KLWhere.REWARD, ("algorithm.kl.target",),
          "has no effect here: only a penalty in the reward is steered",
@@ -64,7 +65,7 @@ IDLE = (
     Idle(lambda c: with_recipe(c).algorithm.loss_reduction is not LossReduction.CONSTANT_LENGTH,
          ("algorithm.constant_length",),
          "has no effect with this loss_reduction", "choose algorithm.loss_reduction constant-length"),
-    Idle(lambda c: c.model.reward_model.path is None, ("model.reward_model.layout",),
+    Idle(lambda c: c.model.reward_model.path is None, ("model.reward_model.layout", "placement.reward"),
          "has no effect without a reward model", "give model.reward_model.path"),
     Idle(lambda c: c.model.reward_model.path is not None, ("reward",),
          "has no effect with a reward model", "remove it, or model.reward_model.path"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.correction import Correction, CorrectionHow, CorrectionLevel
+from hybridflow.algorithms.correction import Bounding, Correction, RatioOf
 from hybridflow.algorithms.functions import find_policy_loss
 from hybridflow.algorithms.losses import Clip, finish_metrics
 from hybridflow.algorithms.objectives import ActorObjective
@@ -22,7 +22,7 @@ LENGTHS = (5, 0, 1, 63, 4, 3)
 UNTRAINED = (0, 3, 20, 21, 68, 69, 70, 71, 72)  # within rows 0 and 3, and the whole of rows 4
 CLIPS = {"ppo": Clip(0.2, 0.28, dual=1.35), "reinforce": Clip(), "gspo": Clip(0.02, 0.03),
          "gspo_token": Clip(0.02, 0.03), "cispo": Clip(1.0, 0.2)}
-CORRECTIONS = [Correction(level, how, 0.7, 1.3) for level in CorrectionLevel for how in CorrectionHow]
+CORRECTIONS = [Correction(level, how, 0.7, 1.3) for level in RatioOf for how in Bounding]
 
 
 def randn(seed, scale=1.0):
@@ -219,7 +219,7 @@ def test_the_correction_weighs_the_policy_term(name, correction):
     metrics = finish_metrics(sums)
     assert metrics["correction_weight"] == pytest.approx(weights.mean(), abs=1e-9)
     assert metrics["correction_fraction"] == pytest.approx(out.mean(), abs=1e-9) and 0 < out.mean() < 1
-    kept = [w[0] for w, _ in told if len(w)] if correction.level is CorrectionLevel.SEQUENCE else weights
+    kept = [w[0] for w, _ in told if len(w)] if correction.level is RatioOf.SEQUENCE else weights
     ess = np.sum(kept) ** 2 / (len(kept) * np.sum(np.square(kept)))
     assert metrics["correction_ess"] == pytest.approx(ess, abs=1e-9)
     # Ratio, KL and gap are not weighed.
@@ -239,8 +239,8 @@ def test_the_correction_without_old_log_probs_is_that_of_the_policy_in_training(
 
 def test_a_ratio_beyond_all_bounds_stays_finite():
     columns = TokenColumns(torch.ones(2), advantages=torch.ones(2), rollout_log_probs=torch.tensor([-500.0, 0.0]))
-    for level in CorrectionLevel:
-        for how, expected in ((CorrectionHow.TRUNCATE, 2.0), (CorrectionHow.MASK, 0.0)):
+    for level in RatioOf:
+        for how, expected in ((Bounding.TRUNCATE, 2.0), (Bounding.MASK, 0.0)):
             weighed, sums = Correction(level, how).apply(torch.tensor([-1.0, -500.0]), columns, TargetRows.of([1, 1]))
             assert weighed.advantages[0] == expected and weighed.advantages[1] < 1e-8
             assert np.isfinite(finish_metrics(sums | {"weight": torch.tensor(2.0)})["correction_ess"])
@@ -249,7 +249,7 @@ def test_a_ratio_beyond_all_bounds_stays_finite():
 def test_bad_bounds_and_missing_columns_are_named():
     for low, high in ((-0.1, 2), (1.1, 2), (0.5, 0.9), (0.5, float("nan"))):
         with pytest.raises(ValueError, match="bounds must lie in"):
-            Correction(CorrectionLevel.TOKEN, CorrectionHow.MASK, low, high)
+            Correction(RatioOf.TOKEN, Bounding.MASK, low, high)
     with pytest.raises(ValueError, match="'rollout_log_probs'"):
         CORRECTIONS[0].apply(torch.zeros(1), TokenColumns(torch.ones(1), advantages=torch.ones(1)), TargetRows.of([1]))
     for name in POLICY_LOSSES:
