@@ -174,8 +174,9 @@ def _algorithm(config: Config) -> Iterator[Fault]:
     yield from _function("algorithm.advantage", algorithm.advantage, choices_of_advantage(algorithm))
     yield from _function("algorithm.policy_loss", algorithm.policy_loss, tuple(POLICY_LOSSES))
     if Need.GROUP in needs_of(algorithm) and config.generation.samples_per_prompt == 1:
-        yield Fault("generation.samples_per_prompt", 1,
-                    f"{algorithm.name.value} compares the samples of a prompt with each other", "choose 2 or more")
+        who = algorithm.advantage or algorithm.name.value
+        yield Fault("generation.samples_per_prompt", 1, f"{who} compares the samples of a prompt with each other",
+                    "choose 2 or more")
     buffer, longest = algorithm.overlong_buffer, config.generation.max_new_tokens
     if buffer is not None and buffer > longest:
         yield Fault("algorithm.overlong_buffer", buffer, f"is above generation.max_new_tokens {longest}",

@@ -1,8 +1,8 @@
 """From scores to advantages on the rows at home, with moments over all ranks.
 
-Owns what a score becomes before an estimator sees it: punishment for length, KL penalty, one reward a row and one a
-token. Which estimator that is, it is told. Rows whose score is NaN (their reward failed) are not trained: they get
-`loss_mask` 0 and count in no mean.
+Owns what scores (and costs) become before an estimator sees them: punishment for length, KL penalty, one reward a row
+and one a token. Which estimator that is, it is told. Rows whose score is NaN (their reward failed) are not trained:
+they get `loss_mask` 0 and count in no mean.
 """
 
 from __future__ import annotations
@@ -75,6 +75,21 @@ class SoftOverlong:
         return soft_overlong_punishment(lengths, max_length=self.max_length, buffer=self.buffer)
 
 
+@dataclass(frozen=True)
+class Costs:
+    """What a cost model and its critic say of the responses (Safe RLHF).
+
+    Attributes:
+        scores: `[rows]` fp64 on every rank, NaN where there is none: such a row is not trained.
+        values: `[response tokens of my home rows]` of the cost critic.
+        multiplier: lambda of this step (`LagrangeMultiplier.value`).
+    """
+
+    scores: Tensor
+    values: Tensor
+    multiplier: float
+
+
 @dataclass
 class Advantages:
     """Scores, less what is charged, through an estimator.
@@ -98,37 +113,73 @@ class Advantages:
         Args:
             batch: with scores, rollout_log_probs, and what the estimator and the penalty need.
             baselines: `[rows]` fp64 on every rank, the score of the greedy answer to each row's prompt, where the
-                estimator needs it. A row whose baseline is NaN is not trained.
+                estimator needs it (ReMax). A row whose baseline is NaN is not trained.
         """
+        batch = batch if baselines is None else _without(batch, baselines.isnan())
+        charge, metrics = self._charge(batch, world)
+        rewarded = _judged(batch, world, self._scores(batch), batch.columns.old_values, charge, -1.0)
+        batch, _, estimated_metrics = self._estimate(batch, replace(rewarded, baselines=baselines), self.options)
+        return batch, metrics | estimated_metrics
+
+    def with_costs(self, batch: Batch, world: World, costs: Costs) -> tuple[Batch, Batch, Metrics]:
+        """The same under a bound on a cost: (the batch for actor and critic, that for the cost critic, metrics). The
+        cost critic's has its own old_values and returns. Half of the KL penalty is charged to each side. Collective.
+        """
+        batch = _without(batch, costs.scores.isnan())
+        charge, metrics = self._charge(batch, world)
+        rewarded = _judged(batch, world, self._scores(batch), batch.columns.old_values, charge, -0.5)
+        cost = _judged(batch, world, costs.scores, costs.values, charge, 0.5)
+        batch, cost_returns, estimated_metrics = self._estimate(
+            batch, replace(rewarded, cost=cost), replace(self.options, multiplier=costs.multiplier))
+        assert cost_returns is not None, "an estimator that knows of costs returns them"
+        return (batch, batch.with_columns(old_values=costs.values, returns=cost_returns), metrics | estimated_metrics)
+
+    def _scores(self, batch: Batch) -> Tensor:
+        """`[rows]` fp64, less the punishment for length."""
         assert batch.scores is not None
-        if baselines is not None:
-            batch = replace(batch, scores=torch.where(baselines.isnan(), torch.nan, batch.scores))
-        rewarded, metrics = self._rewarded(batch, world)
-        result = estimated(self.estimator, replace(rewarded, baselines=baselines), self.options,
-                           whitened=self.whitened)
+        return batch.scores if self.overlong is None else batch.scores + self.overlong.punishment(batch)
+
+    def _charge(self, batch: Batch, world: World) -> tuple[Tensor | None, Metrics]:
+        """`[tokens]` of KL penalty at home, None without one, and the metrics of all that is charged."""
+        metrics: Metrics = {}
+        if self.overlong is not None:
+            metrics["reward/overlong_mean"] = self.overlong.punishment(batch).mean().item()
+        if self.penalty is None:
+            return None, metrics
+        charge, more = self.penalty.of_tokens(batch, trained_tokens(batch, world), world)
+        return charge, metrics | more
+
+    def _estimate(self, batch: Batch, rewarded: Rewarded,
+                  options: AdvantageOptions) -> tuple[Batch, Tensor | None, Metrics]:
+        """The batch with what the estimator says, the returns of the cost critic, and metrics."""
+        result = estimated(self.estimator, rewarded, options, whitened=self.whitened)
         columns = {"advantages": result.estimate.advantages, "loss_mask": rewarded.mask}
         if result.estimate.returns is not None:
             columns["returns"] = result.estimate.returns.to(rewarded.token_rewards.dtype)
-        return (batch.with_columns(**columns),
-                metrics | {"advantage/mean": result.mean, "advantage/std": result.variance**0.5})
+        return (batch.with_columns(**columns), result.estimate.cost_returns,
+                {"advantage/mean": result.mean, "advantage/std": result.variance**0.5})
 
-    def _rewarded(self, batch: Batch, world: World) -> tuple[Rewarded, Metrics]:
-        """The rewards as the estimator is given them."""
-        assert batch.scores is not None and batch.columns.rollout_log_probs is not None
-        mine, lengths = batch.home[world.rank], batch.home_lengths(world)
-        mask = trained_tokens(batch, world).to(batch.columns.rollout_log_probs.dtype)
-        metrics: Metrics = {}
-        scores = batch.scores
-        if self.overlong is not None:
-            punishment = self.overlong.punishment(batch)
-            scores, metrics = scores + punishment, {"reward/overlong_mean": punishment.mean().item()}
-        tokens = at_last_token(scores[list(mine)].nan_to_num(0.0).to(mask.dtype), mask, lengths)
-        if self.penalty is not None:
-            charged, more = self.penalty.of_tokens(batch, mask, world)
-            tokens, metrics = tokens - charged, metrics | more
-            of_rows = torch.zeros_like(scores)
-            of_rows[list(mine)] = row_sums(charged.double(), lengths)
-            scores = scores - sum_over_world(of_rows, world)
-        groups = torch.tensor(batch.groups, device=scores.device)
-        return Rewarded(scores, groups, mine, lengths, mask, tokens, batch.columns.old_values,
-                        total=lambda x: sum_over_world(x.clone(), world)), metrics
+
+def _without(batch: Batch, failed: Tensor) -> Batch:
+    """The batch with the rows of `failed` `[rows]` not trained either."""
+    assert batch.scores is not None
+    return replace(batch, scores=torch.where(failed, torch.nan, batch.scores))
+
+
+def _judged(batch: Batch, world: World, scores: Tensor, values: Tensor | None, charge: Tensor | None,
+            sign: float) -> Rewarded:
+    """One judge's side of the batch: `scores` `[rows]` at the last trained tokens, and `sign` times `charge` `[tokens]`
+    at each; the reward of a row is all of it. Collective where there is a charge.
+    """
+    like = batch.columns.rollout_log_probs
+    assert like is not None
+    mine, lengths, mask = batch.home[world.rank], batch.home_lengths(world), trained_tokens(batch, world).to(like.dtype)
+    tokens = at_last_token(scores[list(mine)].nan_to_num(0.0).to(mask.dtype), mask, lengths)
+    if charge is not None:
+        tokens = tokens + sign * charge
+        of_rows = torch.zeros_like(scores)
+        of_rows[list(mine)] = row_sums(sign * charge.double(), lengths)
+        scores = scores + sum_over_world(of_rows, world)
+    groups = torch.tensor(batch.groups, device=scores.device)
+    return Rewarded(scores, groups, mine, lengths, mask, tokens, values,
+                    total=lambda x: sum_over_world(x.clone(), world))
