@@ -12,7 +12,7 @@ from hybridflow.algorithms.recipes import RECIPES, Recipe
 from hybridflow.algorithms.registry import ADVANTAGES, POLICY_LOSSES, Need, PolicyLossEntry
 from hybridflow.config.algorithm_schema import AlgorithmConfig, ClipConfig, KLConfig
 from hybridflow.config.schema import Config
-from hybridflow.config.words import KLWhere
+from hybridflow.config.words import AlgorithmName, KLWhere
 
 # What a policy loss of a user's file may read: PPO's bounds.
 USERS_LOSS = POLICY_LOSSES["ppo"]
@@ -101,6 +101,23 @@ def algorithm_line(config: Config) -> str:
     if correction.level.value != "none":
         parts.append(f"importance correction by {correction.level.value} ({correction.how.value})")
     return f"{algorithm.name.value} (arXiv {recipe_of(algorithm).paper}): {'; '.join(parts)}"
+
+
+def algorithm_table() -> str:
+    """The algorithms that a config can name, as the table of README.md."""
+    rows = []
+    for name in AlgorithmName:
+        whole = with_recipe(Config(algorithm=AlgorithmConfig(name))).algorithm
+        clip, kl = whole.clip, whole.kl
+        assert whole.loss_reduction is not None and whole.kl.where is not None
+        bounds = "" if clip.low is None else f" {clip.low}, {clip.high}"
+        cells = (f"`{name.value}`", recipe_of(whole).paper, f"`{whole.advantage}`", f"`{whole.policy_loss}`{bounds}",
+                 f"`{whole.loss_reduction.value}`",
+                 "-" if kl.estimator is None else f"{kl.where.value}, {kl.estimator.value}",
+                 "yes" if whole.normalise_advantages else "-", "; ".join(need.value for need in needs_of(whole)) or "-")
+        rows.append(f"| {' | '.join(cells)} |")
+    head = "| name | arXiv | advantage | policy loss, clip low and high | reduction | KL | whitened | needs |"
+    return "\n".join([head, "| --- " * 8 + "|", *rows])
 
 
 def _clip(algorithm: AlgorithmConfig) -> tuple[float | None, float | None]:

@@ -1,5 +1,6 @@
 """Estimators and policy losses by name: all of the tables, and a user's from a file, with every error told."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,19 @@ def test_a_users_functions_are_taken_from_their_file():
     assert loss.item() == pytest.approx(0.5 * (1.0 + 2 * 3.2)) and log_probs.grad.tolist() == [-0.5, 0.0]
     metrics = finish_metrics(sums)
     assert metrics == pytest.approx({"policy_loss": loss.item(), "loss": loss.item()})
+
+
+def test_the_example_of_the_readme(tmp_path):
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(# mine.py;.*?)```", text, re.DOTALL)
+    (tmp_path / "mine.py").write_text(example)
+    best = find_estimator(f"{tmp_path}/mine.py:best_of_group")
+    assert estimated(best, REWARDED, AdvantageOptions(), whitened=False).estimate.advantages.tolist() == [0, 1, 1]
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    columns = TokenColumns(torch.full((2,), 0.5), advantages=torch.tensor([1.0, 2.0]))
+    loss, sums = find_policy_loss(f"{tmp_path}/mine.py:squared")(log_probs, columns, TargetRows.of([2]), Clip())
+    loss.backward()
+    assert log_probs.grad.tolist() == [-0.5, -1.0] and sums["policy_loss"].item() == loss.item() == -1.5
 
 
 @pytest.mark.parametrize(("spec", "told"), [
