@@ -7,6 +7,7 @@ from hybridflow.algorithms.losses import Clip, entropy_bonus, finish_metrics, kl
 from hybridflow.algorithms.losses import value_loss as value_loss_of
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.algorithms.ppo import clipped_policy_loss
+from hybridflow.algorithms.safe_rlhf import pretraining_loss
 from hybridflow.micro_batch import TokenColumns
 from hybridflow.parallel.mesh import AxisGroup
 from hybridflow.parallel.vocab import token_log_probs
@@ -178,6 +179,14 @@ def test_the_actor_objective_is_the_sum_of_its_parts():
     assert metrics["loss"] == pytest.approx(loss.item())
     assert metrics["rollout_gap"] == pytest.approx(1.0)
     assert {"policy_loss", "kl_loss", "kl", "entropy", "ratio", "clip_fraction", "approx_kl"} <= metrics.keys()
+
+
+def test_the_pretraining_loss_is_a_supervised_one_with_a_coefficient():
+    columns, log_probs = TokenColumns(weight=weights()), randn(8).requires_grad_()
+    loss, sums = pretraining_loss(log_probs, columns, coef=4.0)
+    loss.backward()
+    torch.testing.assert_close(log_probs.grad, -4.0 * columns.weight)
+    assert loss.item() == pytest.approx(4.0 * sums["ptx_loss"].item()) and list(sums) == ["ptx_loss"]
 
 
 def test_coefficients_of_zero_leave_a_term_out():
