@@ -78,9 +78,9 @@ class Batch:
         """For each row whether it has a score (NaN: its reward failed), or none has been computed."""
         return (True,) * self.num_rows if self.scores is None else tuple((~self.scores.isnan()).tolist())
 
-    def home_lengths(self, world: World) -> tuple[int, ...]:
-        """Response lengths of the rows at home on this rank."""
-        return tuple(self.response_lengths[row] for row in self.home[world.rank])
+    def home_lengths(self, rank: int) -> tuple[int, ...]:
+        """Response lengths of the rows at home on that rank."""
+        return tuple(self.response_lengths[row] for row in self.home[rank])
 
     def with_columns(self, **columns: Tensor) -> Batch:
         return replace(self, columns=self.columns.with_columns(**columns))

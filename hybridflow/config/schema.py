@@ -21,6 +21,7 @@ from hybridflow.config.words import (
     GenerationWeights,
     GymScoring,
     MixedPrecision,
+    Overlap,
     Overlong,
     Recompute,
     ReduceDtype,
@@ -162,6 +163,8 @@ class GenerationConfig:
     """The actor's generation layout."""
     balance: GenerationBalance = GenerationBalance.OWN
     """Prompts of a replica: own (dealt out beforehand, by length) | shared (taken from one queue as it gets room)."""
+    overlap: Overlap = Overlap.NONE
+    """none (a batch is made by the weights that learn from it) | one_step_off (the next one is made meanwhile)."""
     samples_per_prompt: int = 1
     """Responses drawn for each prompt; a group in grpo."""
     max_new_tokens: int = 64

@@ -18,19 +18,18 @@ from hybridflow.algorithms.estimation import estimated
 from hybridflow.algorithms.kl import FixedKl, KlController, KlEstimator, kl
 from hybridflow.algorithms.ragged import at_last_token, row_sums, to_tokens
 from hybridflow.batch import Batch
-from hybridflow.parallel.world import World
-from hybridflow.trainer.roles import sum_over_world
+from hybridflow.crew import Crew
 
 Metrics = dict[str, float]
 
 
-def trained_tokens(batch: Batch, world: World) -> Tensor:
+def trained_tokens(batch: Batch, crew: Crew) -> Tensor:
     """`[response tokens of my home rows]` fp32: 1.0 where the row has a score, 0.0 where its reward failed or the batch
     has a loss_mask that says so.
     """
     assert batch.scores is not None
-    scores = batch.scores[list(batch.home[world.rank])]
-    scored = to_tokens((~scores.isnan()).to(torch.float32), batch.home_lengths(world))
+    scores = batch.scores[list(batch.home[crew.rank])]
+    scored = to_tokens((~scores.isnan()).to(torch.float32), batch.home_lengths(crew.rank))
     mask = batch.columns.loss_mask
     return scored if mask is None else torch.where(mask != 0, scored, 0.0)
 
@@ -44,7 +43,7 @@ class KlPenalty:
     estimator: KlEstimator
     controller: KlController = field(default_factory=lambda: FixedKl(0.0))
 
-    def of_tokens(self, batch: Batch, mask: Tensor, world: World) -> tuple[Tensor, Metrics]:
+    def of_tokens(self, batch: Batch, mask: Tensor, crew: Crew) -> tuple[Tensor, Metrics]:
         """`[tokens]` what trained tokens lose (coefficient times KL), and the KL per token; an adaptive coefficient
         moves by the KL per rollout. Collective.
         """
@@ -55,7 +54,7 @@ class KlPenalty:
         coef = self.controller.coef
         divergence = torch.where(mask != 0, kl(policy, reference, self.estimator).detach(), 0.0)
         sums = torch.stack([divergence.double().sum(), mask.double().sum()])
-        total, tokens = sum_over_world(sums, world).tolist()
+        total, tokens = crew.sum(sums).tolist()
         if tokens:
             self.controller = self.controller.after(total / int((~batch.scores.isnan()).sum()))
         return coef * divergence, {"policy/kl_reference": total / max(tokens, 1.0), "policy/kl_coef": coef}
@@ -107,7 +106,7 @@ class Advantages:
     penalty: KlPenalty | None = None
     overlong: SoftOverlong | None = None
 
-    def __call__(self, batch: Batch, world: World, baselines: Tensor | None = None) -> tuple[Batch, Metrics]:
+    def __call__(self, batch: Batch, crew: Crew, baselines: Tensor | None = None) -> tuple[Batch, Metrics]:
         """The batch with advantages, returns where there is a critic, and loss_mask; and metrics. Collective.
 
         Args:
@@ -116,19 +115,19 @@ class Advantages:
                 estimator needs it (ReMax). A row whose baseline is NaN is not trained.
         """
         batch = batch if baselines is None else _without(batch, baselines.isnan())
-        charge, metrics = self._charge(batch, world)
-        rewarded = _judged(batch, world, self._scores(batch), batch.columns.old_values, charge, -1.0)
+        charge, metrics = self._charge(batch, crew)
+        rewarded = _judged(batch, crew, self._scores(batch), batch.columns.old_values, charge, -1.0)
         batch, _, estimated_metrics = self._estimate(batch, replace(rewarded, baselines=baselines), self.options)
         return batch, metrics | estimated_metrics
 
-    def with_costs(self, batch: Batch, world: World, costs: Costs) -> tuple[Batch, Batch, Metrics]:
+    def with_costs(self, batch: Batch, crew: Crew, costs: Costs) -> tuple[Batch, Batch, Metrics]:
         """The same under a bound on a cost: (the batch for actor and critic, that for the cost critic, metrics). The
         cost critic's has its own old_values and returns. Half of the KL penalty is charged to each side. Collective.
         """
         batch = _without(batch, costs.scores.isnan())
-        charge, metrics = self._charge(batch, world)
-        rewarded = _judged(batch, world, self._scores(batch), batch.columns.old_values, charge, -0.5)
-        cost = _judged(batch, world, costs.scores, costs.values, charge, 0.5)
+        charge, metrics = self._charge(batch, crew)
+        rewarded = _judged(batch, crew, self._scores(batch), batch.columns.old_values, charge, -0.5)
+        cost = _judged(batch, crew, costs.scores, costs.values, charge, 0.5)
         batch, cost_returns, estimated_metrics = self._estimate(
             batch, replace(rewarded, cost=cost), replace(self.options, multiplier=costs.multiplier))
         assert cost_returns is not None, "an estimator that knows of costs returns them"
@@ -139,14 +138,14 @@ class Advantages:
         assert batch.scores is not None
         return batch.scores if self.overlong is None else batch.scores + self.overlong.punishment(batch)
 
-    def _charge(self, batch: Batch, world: World) -> tuple[Tensor | None, Metrics]:
+    def _charge(self, batch: Batch, crew: Crew) -> tuple[Tensor | None, Metrics]:
         """`[tokens]` of KL penalty at home, None without one, and the metrics of all that is charged."""
         metrics: Metrics = {}
         if self.overlong is not None:
             metrics["reward/overlong_mean"] = self.overlong.punishment(batch).mean().item()
         if self.penalty is None:
             return None, metrics
-        charge, more = self.penalty.of_tokens(batch, trained_tokens(batch, world), world)
+        charge, more = self.penalty.of_tokens(batch, trained_tokens(batch, crew), crew)
         return charge, metrics | more
 
     def _estimate(self, batch: Batch, rewarded: Rewarded,
@@ -166,20 +165,21 @@ def _without(batch: Batch, failed: Tensor) -> Batch:
     return replace(batch, scores=torch.where(failed, torch.nan, batch.scores))
 
 
-def _judged(batch: Batch, world: World, scores: Tensor, values: Tensor | None, charge: Tensor | None,
+def _judged(batch: Batch, crew: Crew, scores: Tensor, values: Tensor | None, charge: Tensor | None,
             sign: float) -> Rewarded:
     """One judge's side of the batch: `scores` `[rows]` at the last trained tokens, and `sign` times `charge` `[tokens]`
     at each; the reward of a row is all of it. Collective where there is a charge.
     """
     like = batch.columns.rollout_log_probs
     assert like is not None
-    mine, lengths, mask = batch.home[world.rank], batch.home_lengths(world), trained_tokens(batch, world).to(like.dtype)
+    mine, lengths = batch.home[crew.rank], batch.home_lengths(crew.rank)
+    mask = trained_tokens(batch, crew).to(like.dtype)
     tokens = at_last_token(scores[list(mine)].nan_to_num(0.0).to(mask.dtype), mask, lengths)
     if charge is not None:
         tokens = tokens + sign * charge
         of_rows = torch.zeros_like(scores)
         of_rows[list(mine)] = row_sums(sign * charge.double(), lengths)
-        scores = scores + sum_over_world(of_rows, world)
+        scores = scores + crew.sum(of_rows)
     groups = torch.tensor(batch.groups, device=scores.device)
     return Rewarded(scores, groups, mine, lengths, mask, tokens, values,
-                    total=lambda x: sum_over_world(x.clone(), world))
+                    total=lambda x: crew.sum(x.clone()))

@@ -22,7 +22,8 @@ from hybridflow.config.layouts import Role, generation_layout, generation_ranks,
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.recipe import with_recipe
 from hybridflow.config.schema import Config, OptimizerConfig
-from hybridflow.config.words import CorrectionLevel, EngineName, KLWhere
+from hybridflow.config.words import CorrectionLevel, EngineName, KLWhere, Overlap
+from hybridflow.crew import Crew
 from hybridflow.engine.blueprint import Blueprint, Elsewhere
 from hybridflow.engine.native import ForwardEngine, TrainEngine
 from hybridflow.engine.options import EngineOptions
@@ -149,6 +150,16 @@ class Builder:
     def balance(self) -> Balance:
         """How replicas come to their prompts."""
         return Balance(self.config.generation.balance.value)
+
+    def crew(self) -> Crew | None:
+        """The ranks that work on a batch once it is generated: all, or where generation goes on meanwhile those with a
+        role. None on the others. Collective.
+        """
+        if self.config.generation.overlap is Overlap.NONE:
+            return Crew.whole(self.world)
+        size = self.world.size
+        return Crew.of(self.world, sorted({rank for role in roles(self.config)
+                                           for rank in role_ranks(self.config, role, size)}))
 
     def rewards(self) -> FunctionRewards | ModelRewards:
         """The reward model if there is one, else the reward function."""

@@ -17,15 +17,13 @@ from torch import Tensor
 from hybridflow.algorithms.reduction import GlobalCounts, LossReduction, loss_weights
 from hybridflow.batch import Batch, Rows, RowsOnTheWay
 from hybridflow.context import ContextPart
+from hybridflow.crew import Crew
 from hybridflow.engine.blueprint import Elsewhere
 from hybridflow.engine.native import ForwardEngine, Loss, Output, Resharder, TrainEngine, Update
 from hybridflow.micro_batch import MicroBatch, reassemble
 from hybridflow.models.decoder import HeadOutput
 from hybridflow.packing import MicroBatching
-from hybridflow.parallel.collectives import all_reduce
-from hybridflow.parallel.mesh import everyone
 from hybridflow.parallel.pipeline import Lane
-from hybridflow.parallel.world import World
 from hybridflow.protocols import Protocol, answering, given
 from hybridflow.row_moves import Arrival, RowsOfRank
 
@@ -80,7 +78,9 @@ class ScoringRole:
 
     def score_rows(self, batch: Batch) -> Tensor:
         """What a score head says at each row's last token: `[rows]` fp64, the same on every rank. Collective."""
-        return self.ask_rows(batch).answered()
+        asked = self.ask_rows(batch)
+        asked.work()
+        return asked.result(Crew.whole(self.world))
 
     def turn(self) -> AbstractContextManager[None]:
         """The engine's turn on the device, where there is one."""
@@ -182,14 +182,9 @@ class RowScores:
         if role.engine.answers:
             self._scores[list(self._share.rows_of[role.world.rank])] = answers.double()
 
-    def result(self) -> Tensor:
-        """`[rows]` fp64, the same on every rank. Collective over the world."""
-        return sum_over_world(self._scores, self._role.world)
-
-    def answered(self) -> Tensor:
-        """Both at once."""
-        self.work()
-        return self.result()
+    def result(self, crew: Crew) -> Tensor:
+        """`[rows]` fp64, the same on every rank of the crew, which has the role's. Collective over it."""
+        return crew.sum(self._scores)
 
 
 @dataclass(frozen=True)
@@ -265,9 +260,3 @@ def response_counts(response_lengths: Sequence[int]) -> GlobalCounts:
 def values(output: Output) -> Tensor:
     """The one number for each target: log-probability, value or score `[targets]`."""
     return output.log_probs if isinstance(output, HeadOutput) else output
-
-
-def sum_over_world(x: Tensor, world: World) -> Tensor:
-    """Sum over all ranks, in place."""
-    return all_reduce(x, everyone(world))
-

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.engines.interface import GenerationEngine
 from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
@@ -26,7 +27,7 @@ from hybridflow.parallel.world import World
 from hybridflow.protocols import TRANSFERS, Protocol, given
 from hybridflow.row_moves import RowsOfRank
 from hybridflow.trainer.board import Board
-from hybridflow.trainer.roles import TrainedRole, sum_over_world
+from hybridflow.trainer.roles import TrainedRole
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,15 @@ class Sampler:
     """
 
     def __init__(self, actor: TrainedRole, hybrid: HybridEngine, seed: int, timer: PhaseTimer, lane: Lane,
-                 balance: Balance = Balance.OWN, *, keeps_weights: bool = False) -> None:
+                 balance: Balance = Balance.OWN, *, keeps_weights: bool = False, tells_versions: bool = False) -> None:
         """
         Args:
             lane: gets a span for each reshard.
             keeps_weights: between rollouts, since no other role needs the memory of the ranks that generate.
+            tells_versions: have tokens say under which weights they were drawn, where these may not be the newest.
         """
         self.actor, self.hybrid, self.seed, self.timer, self.lane = actor, hybrid, seed, timer, lane
-        self.balance, self.keeps_weights = balance, keeps_weights
+        self.balance, self.keeps_weights, self.tells_versions = balance, keeps_weights, tells_versions
         self._timed = ExitStack()  # the phase and the span of a reshard under way
 
     @property
@@ -91,7 +93,7 @@ class Sampler:
                               version=hybrid.version, dtype=dtype, balance=self.balance)
             if not self.keeps_weights:
                 hybrid.free()
-        return under_way
+        return replace(under_way, tells_versions=self.tells_versions)
 
     @property
     def num_buckets(self) -> int:
@@ -126,6 +128,7 @@ class RolloutUnderWay:
         requests, groups: of every row, and the place of its prompt in the step.
         by_row: what this rank's replica made.
         dtype: of the log-probs.
+        tells_versions: whether tokens say under which weights they were drawn.
     """
 
     mesh: Mesh | Outside
@@ -133,6 +136,7 @@ class RolloutUnderWay:
     groups: tuple[int, ...]
     by_row: Mapping[int, Completion]
     dtype: torch.dtype
+    tells_versions: bool = False
 
     def finish(self) -> Rollout:
         """Let every rank know the lengths of all answers. Collective over the world: this is where ranks that do not
@@ -143,13 +147,14 @@ class RolloutUnderWay:
         home = answered.homes(self.mesh.grid, world.size)
         mine = [self.by_row[row] for row in home[world.rank]]
         log_probs = torch.tensor([p for c in mine for p in c.log_probs], dtype=self.dtype, device=world.device)
+        versions = torch.tensor([v for c in mine for v in c.versions], dtype=self.dtype, device=world.device)
         batch = Batch(
             prompt_lengths=tuple(len(request.ids) for request in self.requests),
             response_lengths=answered.lengths,
             groups=self.groups,
             home=home,
             samples=tuple(Sample(c.prompt_ids, c.response_ids) for c in mine),
-            columns=TokenColumns(rollout_log_probs=log_probs),
+            columns=TokenColumns(rollout_log_probs=log_probs, versions=versions if self.tells_versions else None),
         )
         return Rollout(batch, answered.finished)
 
@@ -210,7 +215,7 @@ class Answered:
             told = [(1, mesh.coord.dp, len(c.response_ids), c.finish_reason is FinishReason.STOP)
                     for c in by_row.values()]
             table[:, list(by_row)] = torch.tensor(told, dtype=torch.int64).view(-1, 4).T
-        answers, replica, lengths, stopped = sum_over_world(table.to(mesh.device), mesh.world).tolist()
+        answers, replica, lengths, stopped = Crew.whole(mesh.world).sum(table.to(mesh.device)).tolist()
         assert set(answers) <= {1}, "a prompt was handed out never, or twice"
         return cls(tuple(replica), tuple(lengths), sum(stopped))
 

@@ -15,6 +15,7 @@ from hybridflow.algorithms.remax import remax_advantages
 from hybridflow.algorithms.rloo import rloo_advantages
 from hybridflow.algorithms.safe_rlhf import safe_rlhf_advantages
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.parallel.world import World
 from hybridflow.trainer.advantage import Advantages, Costs, KlPenalty, SoftOverlong
@@ -36,12 +37,12 @@ def batch_of(world: World, scores: list[float]) -> Batch:
 
 
 def by_row(world: World, batch: Batch, column: torch.Tensor) -> dict[int, list[float]]:
-    parts = column.split(batch.home_lengths(world))
+    parts = column.split(batch.home_lengths(world.rank))
     return {row: part.tolist() for row, part in zip(batch.home[world.rank], parts)}
 
 
 def estimate(world: World, advantages: Advantages, scores: list[float]) -> tuple:
-    batch, metrics = advantages(batch_of(world, scores), world)
+    batch, metrics = advantages(batch_of(world, scores), Crew.whole(world))
     columns = batch.columns
     return by_row(world, batch, columns.advantages), by_row(world, batch, columns.loss_mask), metrics, advantages
 
@@ -121,7 +122,7 @@ def masked_greedily(world: World) -> tuple:
     batch = batch_of(world, [1.0, 2.0, 4.0])
     tokens = torch.tensor([float(row != 2 or place != 0) for row in batch.home[world.rank]
                            for place in range(LENGTHS[row])])
-    batch, metrics = Advantages(remax_advantages)(batch.with_columns(loss_mask=tokens), world,
+    batch, metrics = Advantages(remax_advantages)(batch.with_columns(loss_mask=tokens), Crew.whole(world),
                                                   torch.tensor([0.5, NAN, 1.0], dtype=torch.float64))
     return by_row(world, batch, batch.columns.advantages), by_row(world, batch, batch.columns.loss_mask), \
         batch.is_trained, metrics
@@ -141,7 +142,7 @@ def bounded(world: World) -> tuple:
     batch = batch_of(world, [1.0, 3.0, 4.0])
     costs = Costs(torch.tensor([2.0, 0.0, NAN], dtype=torch.float64), torch.ones_like(batch.columns.old_values), 3.0)
     advantages = Advantages(safe_rlhf_advantages, GAE, penalty=KlPenalty(KlEstimator.K1, FixedKl(0.1)))
-    ours, cost, metrics = advantages.with_costs(batch, world, costs)
+    ours, cost, metrics = advantages.with_costs(batch, Crew.whole(world), costs)
     columns = (ours.columns.advantages, ours.columns.returns, cost.columns.returns, cost.columns.old_values)
     return *(by_row(world, batch, column) for column in columns), metrics
 
