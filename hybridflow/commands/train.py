@@ -7,6 +7,7 @@ from functools import partial
 
 from hybridflow.commands.job import Job
 from hybridflow.config.batch_math import layout_table
+from hybridflow.config.recipe import algorithm_line, with_recipe
 from hybridflow.config.schema import Config
 from hybridflow.data.loader import PromptLoader, TokenisedPrompt
 from hybridflow.data.records import DataSplit
@@ -20,6 +21,7 @@ from hybridflow.trainer.run import Run, RunParts
 
 def prepare(config: Config) -> Job:
     """Read everything that the config names; the job then trains, evaluates and exports, on all launched ranks."""
+    config = with_recipe(config)
     records = read_records(config)
     inputs = Inputs.read(config)
     loader = training_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
@@ -33,6 +35,7 @@ def _run(inputs: Inputs, records: DataSplit, loader: PromptLoader, held_out: tup
         require_same(world, (*records.train, *records.test))
         title = f"{config.algorithm.name.value}, world size {world.size}"
         whole = Run(config, world, title, config.train.total_steps)
+        whole.view.say(algorithm_line(config))
         whole.view.say(trainer.batch_line())
         whole.view.say(layout_table(config, world.size))
         whole.view.say(activation_line(config, world.size, trainer.model))

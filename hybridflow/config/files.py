@@ -25,6 +25,8 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
         faults += _data(config)
     if command in (Command.TRAIN, Command.API, Command.SFT):
         faults += _reward_function(config.reward.function)
+    if command in (Command.TRAIN, Command.API):
+        faults += _algorithm_functions(config)
     return faults
 
 
@@ -64,6 +66,14 @@ def _data(config: Config) -> Iterator[Fault]:
         for i, path in enumerate(files):
             if not Path(path).is_file():
                 yield Fault(f"{key}[{i}]", path, "no such file")
+
+
+def _algorithm_functions(config: Config) -> Iterator[Fault]:
+    named = {"algorithm.advantage": config.algorithm.advantage, "algorithm.policy_loss": config.algorithm.policy_loss}
+    for key, spec in named.items():
+        file = "" if spec is None else spec.rpartition(":")[0]
+        if file and not Path(file).expanduser().is_file():
+            yield Fault(key, spec, f"there is no file {file}")
 
 
 def _reward_function(function: str | None) -> Iterator[Fault]:

@@ -9,10 +9,12 @@ import re
 from dataclasses import replace
 from enum import Enum
 
+from hybridflow.algorithms.registry import Need
 from hybridflow.config.command import Command
 from hybridflow.config.model_schema import LayoutConfig
+from hybridflow.config.recipe import kl_where_of, needs_of
 from hybridflow.config.schema import Config
-from hybridflow.config.words import AlgorithmName, KLWhere
+from hybridflow.config.words import KLWhere
 
 
 class Role(Enum):
@@ -30,8 +32,8 @@ LEARNING = (Role.ACTOR, Role.CRITIC)  # the others only score
 
 def roles(config: Config) -> tuple[Role, ...]:
     """The roles that this config needs."""
-    has_critic = config.algorithm.name is AlgorithmName.PPO
-    has_reference = config.algorithm.kl.where is not KLWhere.NONE
+    has_critic = Need.CRITIC in needs_of(config.algorithm)
+    has_reference = kl_where_of(config.algorithm) is not KLWhere.NONE
     has_reward = config.model.reward_model.path is not None
     needed = {Role.ACTOR: True, Role.CRITIC: has_critic, Role.REFERENCE: has_reference, Role.REWARD: has_reward}
     return tuple(role for role in Role if needed[role])

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridflow.algorithms.registry import POLICY_LOSSES, Need
 from hybridflow.config.batch_math import BatchMath, counted, trained_at_once
 from hybridflow.config.bounds import out_of_bounds
 from hybridflow.config.command import Command
-from hybridflow.config.faults import Fault, listed
+from hybridflow.config.faults import Fault, listed, nearest_key
 from hybridflow.config.idle import idle_keys
 from hybridflow.config.layout_rules import layout_faults, recompute_faults
 from hybridflow.config.layouts import (
@@ -26,16 +27,15 @@ from hybridflow.config.layouts import (
 )
 from hybridflow.config.model_schema import ModelSpec
 from hybridflow.config.placement_rules import placement_faults
+from hybridflow.config.recipe import choices_of_advantage, needs_of
 from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
 from hybridflow.config.words import (
-    AlgorithmName,
     DataSource,
     Decay,
     EngineName,
     GenerationBalance,
     GenerationWeights,
-    KLWhere,
     MixedPrecision,
     Overlap,
     ReduceDtype,
@@ -172,16 +172,28 @@ def _algorithm(config: Config) -> Iterator[Fault]:
     algorithm = config.algorithm
     if config.generation.temperature == 0:
         yield Fault("generation.temperature", 0, "greedy samples have no log-probs to train on", "choose e.g. 1.0")
-    if algorithm.name is AlgorithmName.GRPO:
-        if config.generation.samples_per_prompt == 1:
-            yield Fault("generation.samples_per_prompt", 1, "grpo compares the samples of a prompt with each other",
-                        "choose 2 or more")
-        if algorithm.kl.where is KLWhere.REWARD:
-            yield Fault("algorithm.kl.where", "reward", "grpo has one reward a rollout, not one a token",
-                        "choose loss or none")
+    yield from _function("algorithm.advantage", algorithm.advantage, choices_of_advantage(algorithm))
+    yield from _function("algorithm.policy_loss", algorithm.policy_loss, tuple(POLICY_LOSSES))
+    if Need.GROUP in needs_of(algorithm) and config.generation.samples_per_prompt == 1:
+        who = algorithm.advantage or algorithm.name.value
+        yield Fault("generation.samples_per_prompt", 1, f"{who} compares the samples of a prompt with each other",
+                    "choose 2 or more")
+    buffer, longest = algorithm.overlong_buffer, config.generation.max_new_tokens
+    if buffer is not None and buffer > longest:
+        yield Fault("algorithm.overlong_buffer", buffer, f"is above generation.max_new_tokens {longest}",
+                    f"choose {longest} or less")
     if algorithm.kl.target is not None and algorithm.kl.coef == 0:
         yield Fault("algorithm.kl.coef", 0, "a coefficient that starts at 0 cannot be steered to algorithm.kl.target",
                     "choose e.g. 0.01")
+
+
+def _function(key: str, spec: str | None, known: tuple[str, ...]) -> Iterator[Fault]:
+    """A name of a table or file.py:function; whether the file is right is looked at where the run starts."""
+    if spec is None or spec in known or (":" in spec and spec.rpartition(":")[0].endswith(".py")):
+        return
+    near = nearest_key(spec.lower(), known, ())
+    yield Fault(key, spec, "is neither a name of the table nor file.py:function",
+                f"did you mean {near}? It may be {listed(known)}" if near else f"choose {listed(known)}")
 
 
 def _generation(config: Config) -> Iterator[Fault]:

@@ -44,6 +44,23 @@ class Decay(Enum):
 class AlgorithmName(Enum):
     PPO = "ppo"
     GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+    RLOO = "rloo"
+    REINFORCE_PP = "reinforce_pp"
+    REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
+    GSPO = "gspo"
+    CISPO = "cispo"
+
+
+class CorrectionLevel(Enum):
+    NONE = "none"
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+
+
+class CorrectionHow(Enum):
+    TRUNCATE = "truncate"
+    MASK = "mask"
 
 
 class KLWhere(Enum):

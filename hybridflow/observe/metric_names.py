@@ -38,6 +38,8 @@ _REWARD = (
     MetricInfo("reward/max", "reward", "Greatest reward of a rollout.", "-"),
     MetricInfo("reward/faults_*", "count", "Rollouts that the reward function failed on, by kind of fault. "
                "They are counted here and never become a silent 0.", "-"),
+    MetricInfo("reward/overlong_mean", "reward", "What a response loses for coming near the length limit "
+               "(algorithm.overlong_buffer), at most 0; reward/mean is without it.", _SAMPLES),
     MetricInfo("reward/extra_*", "as given", "Further numbers that the reward function returned.",
                "samples for which it returned the number"),
 )
@@ -75,6 +77,12 @@ _POLICY = (
                "training layout, before any update.", _TOKENS),
     MetricInfo("policy/log_prob_gap_max", "nats", "Greatest such gap of a token. Rounding: a few 1e-7 of the "
                "largest logit in fp32.", "-"),
+    MetricInfo("policy/correction_weight", "ratio", "Importance weight of the policy term (algorithm.correction), "
+               "bounded or masked.", _TOKENS),
+    MetricInfo("policy/correction_fraction", "fraction", "Tokens whose ratio of trainer to generator was out of "
+               "bounds: truncated or masked.", _TOKENS),
+    MetricInfo("policy/correction_ess", "fraction", "Effective sample size of those weights, (sum w)^2 / (n sum w^2).",
+               "trained tokens; responses where the correction is by sequence"),
     MetricInfo("policy/grad_norm", "norm", "Global L2 norm of the actor's gradient, before clipping.", _UPDATES),
     MetricInfo("policy/lr", "1", "The actor's learning rate at the last optimizer step.", "-"),
     MetricInfo("policy/loss_scale", "1", "The actor's loss scale for the next optimizer step (fp16).", "-"),

@@ -248,7 +248,9 @@ def score_moments(scores: Tensor) -> Metrics:
 POLICY_NAMES = {"loss": "policy/loss", "policy_loss": "policy/surrogate_loss", "clip_fraction": "policy/clip_fraction",
                 "approx_kl": "policy/approx_kl", "entropy": "policy/entropy", "kl": "policy/kl_reference",
                 "ratio": "policy/ratio_mean", "dual_clip_fraction": "policy/dual_clip_fraction",
-                "kl_loss": "policy/kl_loss", "rollout_gap": "policy/log_prob_gap_mean"}
+                "kl_loss": "policy/kl_loss", "rollout_gap": "policy/log_prob_gap_mean",
+                "correction_weight": "policy/correction_weight", "correction_ess": "policy/correction_ess",
+                "correction_fraction": "policy/correction_fraction"}
 CRITIC_NAMES = {"value_loss": "critic/loss", "value_clip_fraction": "critic/clip_fraction",
                 "value": "critic/value_mean", "return": "critic/return_mean",
                 "value_error": "critic/value_error", "explained_variance": "critic/explained_variance"}

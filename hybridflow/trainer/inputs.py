@@ -11,6 +11,11 @@ from pathlib import Path
 
 import torch
 
+from hybridflow.algorithms.advantages import Estimator
+from hybridflow.algorithms.functions import find_estimator, find_policy_loss
+from hybridflow.algorithms.policy import PolicyLoss
+from hybridflow.config.algorithm_schema import AlgorithmConfig
+from hybridflow.config.recipe import with_recipe
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
 from hybridflow.config.words import EngineName
@@ -36,6 +41,7 @@ class Inputs:
         model: the actor's shape.
         ends: what ends a response: the tokenizer's and the model's ends, and generation.stop.
         reward_function: with its workers running; None where a reward model scores, or nothing does.
+        estimator, policy_loss: those of the algorithm, the user's own files run; None where nothing is scored.
     """
 
     config: Config
@@ -43,6 +49,8 @@ class Inputs:
     model: ModelConfig
     ends: ResponseEnds
     reward_function: RewardFunction | None
+    estimator: Estimator | None = None
+    policy_loss: PolicyLoss | None = None
 
     @classmethod
     def read(cls, config: Config, tokenizer: Tokenizer | None = None, *, scores: bool = True) -> Inputs:
@@ -54,8 +62,8 @@ class Inputs:
                 function started.
 
         Raises:
-            ValueError: a file, a model's tensors, an id to stop at, or the reward function is not as it must be, or
-                this machine cannot compute as generation.batch_invariant asks, or has no generation.engine.
+            ValueError: a file, a model's tensors, an id to stop at, or a function is not as it must be, or this machine
+                 cannot compute as generation.batch_invariant asks, or has no generation.engine.
         """
         if config.generation.batch_invariant:
             require_invariance(default_device(0))
@@ -69,7 +77,10 @@ class Inputs:
         ends = response_ends(config.generation.stop, opened, model)
         if config.generation.engine is EngineName.VLLM:
             require_vllm(config, ends)
-        return cls(config, opened, model, ends, _reward_function(config) if scores else None)
+        if not scores:
+            return cls(config, opened, model, ends, None)
+        functions = _algorithm_functions(with_recipe(config).algorithm)
+        return cls(config, opened, model, ends, _reward_function(config), *functions)
 
 
 def require_cache(config: Config, model: ModelConfig, longest_prompt: int) -> None:
@@ -168,6 +179,12 @@ def response_ends(stops: Sequence[int | str], tokenizer: Tokenizer, model: Model
     if wrong:
         raise ValueError("; ".join(wrong))
     return ResponseEnds(tuple(dict.fromkeys(ids)), tuple(dict.fromkeys(strings)))
+
+
+def _algorithm_functions(algorithm: AlgorithmConfig) -> tuple[Estimator, PolicyLoss]:
+    """Of an algorithm with nothing left open."""
+    assert algorithm.advantage is not None and algorithm.policy_loss is not None
+    return find_estimator(algorithm.advantage), find_policy_loss(algorithm.policy_loss)
 
 
 def _reward_function(config: Config) -> RewardFunction | None:
