@@ -21,6 +21,7 @@ from hybridflow.config.words import (
     KLWhere,
     LossReduction,
     MixedPrecision,
+    Overlap,
     Recompute,
 )
 
@@ -56,6 +57,8 @@ IDLE = (
     Idle(lambda c: CorrectionLevel.NONE is c.algorithm.correction.level
          or c.algorithm.correction.how is CorrectionHow.TRUNCATE, ("algorithm.correction.low",),
          "has no effect where no ratio is masked", "choose algorithm.correction.how mask, with a level"),
+    Idle(lambda c: c.generation.overlap is not Overlap.PARTIAL, ("generation.max_staleness",),
+         "has no effect where answers do not go on over several steps", "choose generation.overlap partial"),
     Idle(lambda c: kl_where_of(c.algorithm) is KLWhere.NONE,
          ("algorithm.kl.estimator", "algorithm.kl.coef", "model.reference", "placement.reference"),
          "has no effect without a KL penalty", "choose algorithm.kl.where reward or loss"),

@@ -44,7 +44,7 @@ TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient
             "train.max_nonfinite_steps", "train.offload", "train.optimizer",
             "algorithm.loss_reduction", "algorithm.constant_length", "model.reward_model", "reward",
             "generation.reshard_bucket_mb", "generation.weights", "generation.overlap",
-            "generation.reshard_check", "logging.wandb",
+            "generation.max_staleness", "generation.reshard_check", "logging.wandb",
             "logging.tensorboard", "logging.samples", "logging.progress", "logging.trace_step",
             "evaluation.every_steps", "checkpoint", "sft")
 NO_SPEC = Idle(_starts_from_a_folder, ("model.spec",), "has no effect where model.path is given",
@@ -54,7 +54,7 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
     Command.SFT: (
         Idle(_always, (*LEARNING, "generation.samples_per_prompt", "generation.temperature", "generation.top_k",
                        "generation.top_p", "generation.min_p", "generation.batch_invariant", "generation.overlap",
-                       "logging.samples"),
+                       "generation.max_staleness", "logging.samples"),
              "has no effect in sft, which learns from given answers and is evaluated greedily", "remove it"),
         Idle(lambda c: c.model.reward_model.path is None,
              ("train.forward_micro_batch_size", "train.forward_micro_batch_tokens"),
