@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 
 from hybridflow.config.bounds import value_at
+from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault
 from hybridflow.config.schema import Config
 from hybridflow.config.words import (
@@ -18,18 +19,22 @@ from hybridflow.config.words import (
     KLWhere,
     LossReduction,
     MixedPrecision,
+    PreferenceLoss,
     Recompute,
 )
 
 
 @dataclass(frozen=True)
 class Idle:
-    """While `when` holds, `keys` do nothing, `because`; `choice` makes them count."""
+    """While `when` holds, `keys` do nothing, `because`; `choice` makes them count. `but_in` are commands in which they
+    count all the same.
+    """
 
     when: Callable[[Config], bool]
     keys: tuple[str, ...]
     because: str
     choice: str
+    but_in: tuple[Command, ...] = ()
 
 
 IDLE = (
@@ -40,8 +45,17 @@ IDLE = (
     Idle(lambda c: c.algorithm.name is AlgorithmName.PPO, ("algorithm.grpo_std_normalise",),
          "has no effect with ppo", "remove it, or choose algorithm.name grpo"),
     Idle(lambda c: c.algorithm.kl.where is KLWhere.NONE,
-         ("algorithm.kl.estimator", "algorithm.kl.coef", "model.reference"),
+         ("algorithm.kl.estimator", "algorithm.kl.coef"),
          "has no effect without a KL penalty", "choose algorithm.kl.where reward or loss"),
+    Idle(lambda c: c.algorithm.kl.where is KLWhere.NONE, ("model.reference",),
+         "has no effect without a KL penalty", "choose algorithm.kl.where reward or loss",
+         but_in=(Command.DPO, Command.KTO)),
+    Idle(lambda c: c.preference.loss is PreferenceLoss.IPO, ("preference.label_smoothing",),
+         "has no effect with ipo", "remove it, or choose preference.loss sigmoid"),
+    Idle(lambda c: c.data.source is DataSource.REASONING_GYM, ("preference.margin_key",),
+         "has no effect with reasoning_gym, whose pairs have no margin", "choose data.source jsonl or parquet"),
+    Idle(lambda c: c.data.source is not DataSource.REASONING_GYM, ("preference.rejected",),
+         "has no effect with pairs from files", "choose data.source reasoning_gym"),
     Idle(lambda c: c.algorithm.kl.where is not KLWhere.REWARD, ("algorithm.kl.target",),
          "has no effect here: only a penalty in the reward is steered",
          "remove it, or choose algorithm.kl.where reward (ppo)"),
@@ -80,9 +94,9 @@ IDLE = (
 )
 
 
-def idle_keys(config: Config) -> Iterator[Fault]:
+def idle_keys(config: Config, command: Command = Command.TRAIN) -> Iterator[Fault]:
     """A fault for each key that is set and does nothing."""
-    return faults_of(IDLE, config)
+    return faults_of(tuple(idle for idle in IDLE if command not in idle.but_in), config)
 
 
 def faults_of(table: tuple[Idle, ...], config: Config) -> Iterator[Fault]:

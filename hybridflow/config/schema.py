@@ -24,8 +24,10 @@ from hybridflow.config.words import (
     LossReduction,
     MixedPrecision,
     Overlong,
+    PreferenceLoss,
     Recompute,
     ReduceDtype,
+    RejectedAnswer,
     ReshardCheck,
     ScheduleName,
     WandbMode,
@@ -95,9 +97,9 @@ class TrainConfig:
     total_steps: int = 100
     """Steps of the run. One step generates a set of rollouts and trains on it."""
     global_batch_size: int = 64
-    """Rollouts in one optimizer step, over all replicas. `sft`: pairs in one optimizer step."""
+    """Rollouts in one optimizer step, over all replicas. `sft`, `dpo`, `reward_model`: pairs. `kto`: answers."""
     micro_batch_size: int | None = None
-    """Rollouts that one replica runs at once. Memory and speed only. null: 8, or as micro_batch_tokens says."""
+    """Rollouts (`dpo`, `reward_model`: pairs of two) that a replica runs at once. Memory and speed only. null: 8."""
     gradient_accumulation_steps: int | None = None
     """Micro-batches of one replica in one optimizer step. null: derived. If given, the product must be exact."""
     epochs_per_rollout: int = 1
@@ -361,6 +363,34 @@ class SftConfig:
 
 
 @dataclass(frozen=True)
+class PreferenceConfig:
+    """Preference training: the `dpo`, `kto` and `reward_model` commands, which use the other blocks as `sft` does."""
+
+    steps: int = 100
+    """Optimizer steps."""
+    beta: float = 0.1
+    """Weight of the KL to the reference (dpo, kto); tau of ipo."""
+    loss: PreferenceLoss = PreferenceLoss.SIGMOID
+    """Loss of a pair (dpo): sigmoid (DPO) | ipo (squared distance of the log-ratios' difference to 1 / (2 beta))."""
+    label_smoothing: float = 0.0
+    """Chance that a pair is the wrong way round (dpo with sigmoid: conservative DPO)."""
+    nll_coef: float = 0.0
+    """Weight of the negative log-prob of chosen answers, under algorithm.loss_reduction (dpo). 0: off."""
+    precompute_reference: bool = False
+    """Ask the reference about all data before the first step, and hold it no longer (dpo)."""
+    desirable_weight: float = 1.0
+    """Weight of good answers (kto)."""
+    undesirable_weight: float = 1.0
+    """Weight of bad answers (kto)."""
+    margin_key: str | None = None
+    """Key of a pair's row in files that says by how much the chosen score should be ahead (reward_model). null: 0."""
+    centre_coef: float = 0.0
+    """Weight of the squared sum of a pair's scores, which holds scores near 0 (reward_model)."""
+    rejected: RejectedAnswer = RejectedAnswer.OTHER
+    """Wrong answers (reasoning_gym only): other (that of another prompt) | perturbed (the right one, changed once)."""
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run. Example: `load_config("configs/ppo_tiny.yaml", ["train.seed=1"]).train.seed == 1`."""
 
@@ -384,3 +414,5 @@ class Config:
     """Exports."""
     sft: SftConfig = field(default_factory=SftConfig)
     """Supervised warm start."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Preference training."""

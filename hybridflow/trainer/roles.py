@@ -79,14 +79,15 @@ class ScoringRole:
             scores[list(share.rows_of[self.world.rank])] = answers.double()
         return sum_over_world(scores, self.world)
 
-    def share(self, rows: Sequence[int], lengths: Sequence[int], at_once: MicroBatching) -> Share:
-        """Cut `rows` of these lengths over replicas and micro-batches; every rank finds the same.
+    def share(self, rows: Sequence[int], lengths: Sequence[int], at_once: MicroBatching, together: int = 1) -> Share:
+        """Cut `rows` of these lengths over replicas and micro-batches; every rank finds the same. Of units of
+        `together` consecutive rows none is parted.
 
         Raises:
             ValueError: a row is longer than the budget of tokens.
         """
         grid, layout = self.engine.mesh.grid, self.engine.mesh.layout
-        cut = at_once.cut(lengths, layout.dp, self.engine.token_multiple * layout.cp)
+        cut = at_once.cut(lengths, layout.dp, self.engine.token_multiple * layout.cp, together)
         of_replica = [tuple(rows[place] for micro_batch in replica for place in micro_batch) for replica in cut]
         return Share(tuple(of_replica[grid.coord(rank).dp] for rank in range(self.world.size)),
                      tuple(len(micro_batch) for micro_batch in cut[self.engine.mesh.coord.dp]))
