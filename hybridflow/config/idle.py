@@ -19,7 +19,6 @@ from hybridflow.config.words import (
     KLWhere,
     LossReduction,
     MixedPrecision,
-    PreferenceLoss,
     Recompute,
 )
 
@@ -50,12 +49,6 @@ IDLE = (
     Idle(lambda c: c.algorithm.kl.where is KLWhere.NONE, ("model.reference",),
          "has no effect without a KL penalty", "choose algorithm.kl.where reward or loss",
          but_in=(Command.DPO, Command.KTO)),
-    Idle(lambda c: c.preference.loss is PreferenceLoss.IPO, ("preference.label_smoothing",),
-         "has no effect with ipo", "remove it, or choose preference.loss sigmoid"),
-    Idle(lambda c: c.data.source is DataSource.REASONING_GYM, ("preference.margin_key",),
-         "has no effect with reasoning_gym, whose pairs have no margin", "choose data.source jsonl or parquet"),
-    Idle(lambda c: c.data.source is not DataSource.REASONING_GYM, ("preference.rejected",),
-         "has no effect with pairs from files", "choose data.source reasoning_gym"),
     Idle(lambda c: c.algorithm.kl.where is not KLWhere.REWARD, ("algorithm.kl.target",),
          "has no effect here: only a penalty in the reward is steered",
          "remove it, or choose algorithm.kl.where reward (ppo)"),

@@ -14,6 +14,7 @@ from hybridflow.config.faults import Fault
 from hybridflow.config.idle import Idle, faults_of
 from hybridflow.config.layouts import answers_held_out
 from hybridflow.config.schema import Config
+from hybridflow.config.words import DataSource, PreferenceLoss
 
 
 def _always(config: Config) -> bool:
@@ -64,6 +65,8 @@ OF_KTO = ("preference.desirable_weight", "preference.undesirable_weight")
 OF_REWARD_MODEL = ("preference.margin_key", "preference.centre_coef")
 # What preference training has no use for: all of learning from rollouts but the reference.
 NOT_PREFERENCE = (*(key for key in LEARNING if key != "model.reference"), *ROLLING_OUT, "sft")
+FROM_FILES = Idle(lambda c: c.data.source is not DataSource.REASONING_GYM, ("preference.rejected",),
+                  "has no effect with rows from files", "remove it, or choose data.source reasoning_gym")
 GIVEN_ANSWERS = "which learns from given answers and is evaluated greedily"
 UNANSWERED = "has no effect where no held-out prompt is answered"
 NO_SPEC = Idle(_starts_from_a_folder, ("model.spec",), "has no effect where model.path is given",
@@ -81,6 +84,9 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
     Command.DPO: (
         Idle(_always, (*NOT_PREFERENCE, *OF_KTO, *OF_REWARD_MODEL), f"has no effect in dpo, {GIVEN_ANSWERS}",
              "remove it"),
+        Idle(lambda c: c.preference.loss is PreferenceLoss.IPO, ("preference.label_smoothing",),
+             "has no effect with ipo", "remove it, or choose preference.loss sigmoid"),
+        FROM_FILES,
         Idle(lambda c: c.preference.nll_coef == 0, REDUCTION, "has no effect in dpo, whose loss is a mean over pairs",
              "remove it, or give preference.nll_coef"),
         Idle(_answers_nothing, (*ANSWERING, *JUDGES), UNANSWERED,
@@ -89,6 +95,7 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
     Command.KTO: (
         Idle(_always, (*NOT_PREFERENCE, *OF_DPO, *OF_REWARD_MODEL), f"has no effect in kto, {GIVEN_ANSWERS}",
              "remove it"),
+        FROM_FILES,
         Idle(_always, REDUCTION, "has no effect in kto, whose loss is a mean over answers", "remove it"),
         Idle(_answers_nothing, (*ANSWERING, *JUDGES), UNANSWERED,
              "give evaluation.every_steps, and what judges answers to prompts from files"),
@@ -96,6 +103,9 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
     Command.REWARD_MODEL: (
         Idle(_always, (*NOT_PREFERENCE, "model.reference", *OF_DPO, *OF_KTO, "preference.beta", *REDUCTION, *ANSWERING,
                        *JUDGES), "has no effect in reward_model, which scores given answers", "remove it"),
+        FROM_FILES,
+        Idle(lambda c: c.data.source is DataSource.REASONING_GYM, ("preference.margin_key",),
+             "has no effect with reasoning_gym, whose pairs have no margin", "choose data.source jsonl or parquet"),
     ),
     Command.API: (
         Idle(_always, ("data.source", "data.test_tasks", "data.train_files", "data.test_files", "data.size",
