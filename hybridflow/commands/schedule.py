@@ -23,7 +23,8 @@ from hybridflow.config.layouts import (
     written_layout,
 )
 from hybridflow.config.load import read_tree, typed
-from hybridflow.config.schema import Config, PreferenceConfig, SftConfig
+from hybridflow.config.preference_schema import PreferenceConfig
+from hybridflow.config.schema import Config, SftConfig
 from hybridflow.config.unread import unread_keys
 from hybridflow.config.validate import validate
 from hybridflow.parallel.arithmetic import ceil_div

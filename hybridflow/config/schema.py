@@ -1,6 +1,7 @@
 """Every key of a configuration: its type, its default and, in the line under it, what it does.
 
-Owns the dataclasses; the `model` block and the layouts are in `model_schema`, the words that a key may hold in `words`.
+Owns the dataclasses; the `model` block and the layouts are in `model_schema`, the `preference` block in
+`preference_schema`, the words that a key may hold in `words`.
 It checks nothing beyond types (`validate` does) and derives nothing (`layouts` and `batch_math` do). A YAML file names
 only what differs from here. `describe` makes the table of keys from the lines under them.
 """
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.config.model_schema import LayoutConfig, ModelsConfig
+from hybridflow.config.preference_schema import PreferenceConfig
 from hybridflow.config.words import (
     AlgorithmName,
     DataSource,
@@ -24,10 +26,8 @@ from hybridflow.config.words import (
     LossReduction,
     MixedPrecision,
     Overlong,
-    PreferenceLoss,
     Recompute,
     ReduceDtype,
-    RejectedAnswer,
     ReshardCheck,
     ScheduleName,
     WandbMode,
@@ -360,34 +360,6 @@ class SftConfig:
     """Stop at the first evaluation whose held-out accuracy reaches this. null: do all steps."""
     tokenizer_vocab_size: int | None = None
     """Train a sentencepiece tokenizer of this size on the data if the file model.tokenizer is missing. null: never."""
-
-
-@dataclass(frozen=True)
-class PreferenceConfig:
-    """Preference training: the `dpo`, `kto` and `reward_model` commands, which use the other blocks as `sft` does."""
-
-    steps: int = 100
-    """Optimizer steps."""
-    beta: float = 0.1
-    """Weight of the KL to the reference (dpo, kto); tau of ipo."""
-    loss: PreferenceLoss = PreferenceLoss.SIGMOID
-    """Loss of a pair (dpo): sigmoid (DPO) | ipo (squared distance of the log-ratios' difference to 1 / (2 beta))."""
-    label_smoothing: float = 0.0
-    """Chance that a pair is the wrong way round (dpo with sigmoid: conservative DPO)."""
-    nll_coef: float = 0.0
-    """Weight of the negative log-prob of chosen answers, under algorithm.loss_reduction (dpo). 0: off."""
-    precompute_reference: bool = False
-    """Ask the reference about all data before the first step, and hold it no longer (dpo)."""
-    desirable_weight: float = 1.0
-    """Weight of good answers (kto)."""
-    undesirable_weight: float = 1.0
-    """Weight of bad answers (kto)."""
-    margin_key: str | None = None
-    """Key of a pair's row in files that says by how much the chosen score should be ahead (reward_model). null: 0."""
-    centre_coef: float = 0.0
-    """Weight of the squared sum of a pair's scores, which holds scores near 0 (reward_model)."""
-    rejected: RejectedAnswer = RejectedAnswer.OTHER
-    """Wrong answers (reasoning_gym only): other (that of another prompt) | perturbed (the right one, changed once)."""
 
 
 @dataclass(frozen=True)

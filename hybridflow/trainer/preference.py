@@ -7,6 +7,7 @@ changes a step.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,7 +43,7 @@ from hybridflow.trainer.row_numbers import response_log_probs, row_scores
 Example = TypeVar("Example", PairExample, LabelledExample)
 
 
-class PreferenceTrainer(OfflineTrainer, Generic[Example]):
+class PreferenceTrainer(OfflineTrainer, ABC, Generic[Example]):
     """The base: steps, and the evaluation on `held_out` examples, which are the same on every rank."""
 
     area = "preference"
@@ -58,13 +59,13 @@ class PreferenceTrainer(OfflineTrainer, Generic[Example]):
         means = {f"preference/{name}": value for name, value in update.sums.items()}
         return self.update_metrics(update, num_tokens) | means | told
 
+    @abstractmethod
     def learn(self, examples: Sequence[Example]) -> tuple[Update, Metrics, int]:
         """The update, further metrics, and the tokens of its rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def judge(self, examples: Sequence[Example]) -> Metrics:
         """What the current model makes of `examples`: metrics by the last part of their names."""
-        raise NotImplementedError
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Callable[[], Metrics]:
         """What judges the held-out examples, and asks the actor `prompts`, greedily, where there are any."""
