@@ -52,7 +52,7 @@ class OfflineTrainer:
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Callable[[], Metrics]:
         """What evaluates the current actor: here what asks it `prompts`, greedily, on the generation layout."""
-        sampler = Sampler(self.builder.hybrid(self.actor), self.config.train.seed, self.timer,
+        sampler = Sampler(self.actor, self.builder.hybrid(self.actor), self.config.train.seed, self.timer,
                           self.trace.lane(TraceCategory.RESHARD), self.builder.balance)
         self.rewards = self.builder.rewards()
         return Evaluator(sampler, self.rewards, prompts, self.builder.sampling())

@@ -13,10 +13,9 @@ from torch import Tensor
 from hybridflow.algorithms.kto import mismatched
 from hybridflow.algorithms.preference import Counts, RowLoss, log_ratio_loss, score_loss
 from hybridflow.batch import Rows
-from hybridflow.context import ContextPart
 from hybridflow.data.preference import LabelledExample, PairExample
 from hybridflow.engine.native import Loss, Output, Update
-from hybridflow.micro_batch import MicroBatch, Sample, TokenColumns
+from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.target_rows import TargetRows
 from hybridflow.trainer.roles import TrainedRole, response_counts, values
 
@@ -63,8 +62,7 @@ def learn_log_ratios(actor: TrainedRole, samples: Sequence[Sample], reference: T
     mine = tuple(samples[row] for row in rows)
     targets = TargetRows.of([len(sample.response) for sample in mine], reference.device)
     of_mine = torch.tensor(rows, dtype=torch.int64, device=reference.device)
-    dtype = torch.promote_types(actor.engine.options.dtype, torch.float32)
-    mask = torch.tensor([kept[row] for row in rows], dtype=dtype, device=reference.device)
+    mask = actor.nothing().new_tensor([kept[row] for row in rows])
     columns = TokenColumns(row_reference=targets.to_targets(reference[of_mine]), loss_mask=targets.to_targets(mask),
                            row_label=targets.to_targets(labels[of_mine]))
     counts = response_counts([len(sample.response) for sample, counted in zip(samples, kept, strict=True) if counted])
@@ -77,17 +75,15 @@ def learn_scores(role: TrainedRole, samples: Sequence[Sample], labels: Sequence[
     Args:
         labels: of each row, for the column row_label.
     """
-    engine = role.trainer
     share = role.share(range(len(samples)), [sample.length for sample in samples], role.training, together=2)
     rows, micro_batches = iter(share.rows_of[role.world.rank]), []
     for size in share.sizes:
         run = [next(rows) for _ in range(size)]
-        label = torch.tensor([labels[row] for row in run], dtype=torch.float64, device=engine.mesh.device)
-        micro_batches.append(MicroBatch.pack_last_tokens(
-            [samples[row] for row in run], TokenColumns(row_label=label), device=engine.mesh.device,
-            multiple_of=engine.token_multiple, cp=ContextPart(engine.mesh.cp.size, engine.mesh.cp.index)))
-    with engine.on_device():
-        return engine.train(micro_batches, loss, trace=role.lane)
+        label = torch.tensor([labels[row] for row in run], dtype=torch.float64, device=role.world.device)
+        micro_batches.append(role.pack_last_tokens(
+            Rows(tuple(samples[row] for row in run), TokenColumns(row_label=label))))
+    with role.turn():
+        return role.trainer.train(micro_batches, loss, trace=role.lane)
 
 
 def log_ratio_loss_of(objective: RowLoss, counts: Counts, nll_coef: float, output: Output, columns: TokenColumns,

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.packing import split_rows
 from hybridflow.parallel.world import World
 from hybridflow.target_rows import TargetRows
-from hybridflow.trainer.roles import ScoringRole, sum_over_world
+from hybridflow.trainer.roles import ScoringRole
 
 
 def dealt_out(samples: Sequence[Sample], world: World) -> Batch:
@@ -30,8 +31,9 @@ def response_log_probs(role: ScoringRole, samples: Sequence[Sample]) -> Tensor:
     batch = dealt_out(samples, role.world)
     tokens = role.answer_tokens(batch).double()
     table = torch.zeros(len(samples), dtype=torch.float64, device=tokens.device)
-    table[list(batch.home[role.world.rank])] = TargetRows.of(batch.home_lengths(role.world), tokens.device).sums(tokens)
-    return sum_over_world(table, role.world)
+    rows = TargetRows.of(batch.home_lengths(role.world.rank), tokens.device)
+    table[list(batch.home[role.world.rank])] = rows.sums(tokens)
+    return Crew.whole(role.world).sum(table)
 
 
 def row_scores(role: ScoringRole, samples: Sequence[Sample]) -> Tensor:
