@@ -185,8 +185,7 @@ def test_a_token_budget_holds_the_longest_row():
     assert set(faults(1, f"{key}=320", command=Command.KTO)) == set()
     assert "= 320 tokens, which is 640 for a pair; choose 640 or more" in faults(
         1, f"{key}=639", command=Command.DPO)[key]
-    scored = "train.forward_micro_batch_tokens=320"
-    assert faults(1, f"{key}=640", scored, command=Command.REWARD_MODEL) == {}
+    assert faults(1, f"{key}=640", "train.forward_micro_batch_tokens=320", command=Command.REWARD_MODEL) == {}
 
 
 def test_a_token_budget_is_judged_whatever_else_is_wrong():
