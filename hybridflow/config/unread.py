@@ -50,11 +50,12 @@ TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient
             "train.max_nonfinite_steps", "train.offload", "train.optimizer",
             "algorithm.loss_reduction", "algorithm.constant_length", "model.reward_model", "reward",
             "generation.reshard_bucket_mb", "generation.weights", "generation.overlap",
-            "generation.reshard_check", "logging.wandb",
+            "generation.max_staleness", "generation.reshard_check", "logging.wandb",
             "logging.tensorboard", "logging.samples", "logging.progress", "logging.trace_step",
             "evaluation.every_steps", "checkpoint", "sft", "preference")
 ROLLING_OUT = ("generation.samples_per_prompt", "generation.temperature", "generation.top_k", "generation.top_p",
-               "generation.min_p", "generation.batch_invariant", "generation.overlap", "logging.samples")
+               "generation.min_p", "generation.batch_invariant", "generation.overlap", "generation.max_staleness",
+               "logging.samples")
 REDUCTION = ("algorithm.loss_reduction", "algorithm.constant_length")
 JUDGES = ("reward", "model.reward_model")
 # Of generation all but max_new_tokens, which bounds the answers in the data too.
