@@ -183,8 +183,7 @@ def test_a_token_budget_holds_the_longest_row():
     assert set(faults(1, "train.forward_micro_batch_tokens=319")) == {"train.forward_micro_batch_tokens"}
     assert set(faults(1, f"{key}=319", command=Command.SFT)) == {key}
     assert set(faults(1, f"{key}=320", command=Command.KTO)) == set()
-    assert "= 320 tokens, which is 640 for a pair; choose 640 or more" in faults(
-        1, f"{key}=639", command=Command.DPO)[key]
+    assert "which is 640 for a pair; choose 640 or more" in faults(1, f"{key}=639", command=Command.DPO)[key]
     assert faults(1, f"{key}=640", "train.forward_micro_batch_tokens=320", command=Command.REWARD_MODEL) == {}
 
 
@@ -363,7 +362,7 @@ SET = {
     "train.loss_scale_window": "train.loss_scale_window=5",
 }
 CONDITIONS = [
-    ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], [], ["algorithm.kl.where=loss"], [], [],
+    ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], [], [], ["algorithm.kl.where=loss"], [], [],
     ["model.reward_model.path=m"],
     ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
     [], [], ["train.micro_batch_tokens=512"], ["train.micro_batch_tokens=512"],
