@@ -114,3 +114,25 @@ def test_micro_batches_are_of_rows_or_of_tokens():
     for wrong in ({}, {"rows": 1, "tokens": 1}):
         with pytest.raises(ValueError, match="one of the two"):
             MicroBatching(**wrong)
+
+
+# --- units of rows ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("at_once", [MicroBatching(rows=1), MicroBatching(rows=3), MicroBatching(tokens=2000)])
+@pytest.mark.parametrize(("pairs", "dp"), [(7, 4), (3, 4), (0, 2), (20, 3)])
+def test_no_cut_parts_the_rows_of_a_unit(at_once: MicroBatching, pairs: int, dp: int):
+    lengths = draw("tail", 2 * pairs, seed=pairs)
+    cut = at_once.cut(lengths, dp, together=2)
+    rows = [row for replica in cut for micro_batch in replica for row in micro_batch]
+    assert sorted(rows) == list(range(2 * pairs)) and len(cut) == dp
+    for micro_batch in (rows for replica in cut for rows in replica):
+        assert all(micro_batch[i + 1] == micro_batch[i] + 1 and micro_batch[i] % 2 == 0
+                   for i in range(0, len(micro_batch), 2))
+        assert at_once.rows is None or len(micro_batch) <= 2 * at_once.rows
+        assert at_once.tokens is None or sum(lengths[row] for row in micro_batch) <= at_once.tokens
+
+
+def test_a_unit_beyond_the_budget_is_named():
+    with pytest.raises(ValueError, match="unit of 2 rows 1 has 9 tokens"):
+        MicroBatching(tokens=8).cut([3, 5, 8, 1], 2, together=2)
+    assert MicroBatching(rows=1).counted("pair") == "1 pair" and MicroBatching(tokens=9).counted("pair") == "9 tokens"

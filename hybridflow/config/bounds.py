@@ -37,7 +37,7 @@ BOUNDS = (
          "generation.kv_cache_mb", "generation.max_staleness",
          "generation.reshard_bucket_mb", "algorithm.constant_length", "data.size",
          "data.prompts_per_step", "data.max_prompt_length", "evaluation.every_steps", "evaluation.prompts",
-         "checkpoint.export_every_steps", "sft.steps", "logging.trace_step"),
+         "checkpoint.export_every_steps", "sft.steps", "logging.trace_step", "preference.steps"),
         lambda n: n >= 1, "must be at least 1", "choose 1 or more",
     ),
     Bound(
@@ -49,13 +49,14 @@ BOUNDS = (
     Bound(
         ("train.optimizer.lr", "train.critic_optimizer.lr", "train.optimizer.weight_decay",
          "train.critic_optimizer.weight_decay", "train.optimizer.min_lr", "train.critic_optimizer.min_lr",
-         "algorithm.entropy_coef", "algorithm.kl.coef", "algorithm.value_loss_coef"),
+         "algorithm.entropy_coef", "algorithm.kl.coef", "algorithm.value_loss_coef", "preference.nll_coef",
+         "preference.centre_coef", "preference.desirable_weight", "preference.undesirable_weight"),
         lambda x: 0 <= x < float("inf"), "must be a finite number that is not negative", "choose 0 or more",
     ),
     Bound(
         ("train.optimizer.eps", "train.critic_optimizer.eps", "train.optimizer.clip_grad_norm",
          "train.critic_optimizer.clip_grad_norm", "algorithm.value_clip", "algorithm.kl.target",
-         "reward.timeout_s", "train.timeout_s", "algorithm.clip.high"),
+         "reward.timeout_s", "train.timeout_s", "algorithm.clip.high", "preference.beta"),
         lambda x: 0 < x < float("inf"), "must be a finite number above 0", "choose a number above 0",
     ),
     Bound(("train.loss_scale",), lambda x: 1 <= x <= 2.0**32, "must lie in [1, 2^32]", "choose e.g. 65536.0"),
@@ -75,6 +76,7 @@ BOUNDS = (
           lambda b: len(b) == 2 and all(0 <= x < 1 for x in b), "must be two numbers in [0, 1)", "choose [0.9, 0.95]"),
     Bound(("train.zero_stage",), lambda n: n in (0, 1, 2),
           "weights are split by tensor and pipeline parallelism here, not by ZeRO", "choose 0, 1 or 2"),
+    Bound(("preference.label_smoothing",), lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)", "choose 0.0, or e.g. 0.1"),
     Bound(("sft.stop_at_accuracy",), lambda x: 0 < x <= 1, "is no accuracy that can be reached", "choose e.g. 0.5"),
     Bound(("sft.tokenizer_vocab_size",), lambda n: n >= 16, "is too small for a vocabulary", "choose e.g. 256"),
 )

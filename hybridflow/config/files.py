@@ -23,7 +23,7 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
     faults += _tokenizer(config, command)
     if command not in (Command.API, Command.COMPLETE):
         faults += _data(config)
-    if command in (Command.TRAIN, Command.API, Command.SFT):
+    if command.trains:
         faults += _reward_function(config.reward.function)
     if command in (Command.TRAIN, Command.API):
         faults += _algorithm_functions(config)
@@ -41,7 +41,7 @@ def _models(config: Config, command: Command) -> Iterator[Fault]:
     named = {"model.path": config.model.path}
     if command in (Command.TRAIN, Command.API):
         named["model.critic.path"] = config.model.critic.path
-    if command in (Command.TRAIN, Command.API, Command.SFT):
+    if command.trains:
         named["model.reward_model.path"] = config.model.reward_model.path
     for key, path in named.items():
         if path is not None and not (Path(path) / "config.json").is_file():

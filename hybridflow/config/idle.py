@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 from hybridflow.algorithms.registry import Need
 from hybridflow.config.bounds import value_at
+from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault
 from hybridflow.config.recipe import kl_where_of, loss_entry, needs_of, reads_option, with_recipe
 from hybridflow.config.schema import Config
@@ -28,12 +29,15 @@ from hybridflow.config.words import (
 
 @dataclass(frozen=True)
 class Idle:
-    """While `when` holds, `keys` do nothing, `because`; `choice` makes them count."""
+    """While `when` holds, `keys` do nothing, `because`; `choice` makes them count. `but_in` are commands in which they
+    count all the same.
+    """
 
     when: Callable[[Config], bool]
     keys: tuple[str, ...]
     because: str
     choice: str
+    but_in: tuple[Command, ...] = ()
 
 
 IDLE = (
@@ -60,8 +64,11 @@ IDLE = (
     Idle(lambda c: c.generation.overlap is not Overlap.PARTIAL, ("generation.max_staleness",),
          "has no effect where answers do not go on over several steps", "choose generation.overlap partial"),
     Idle(lambda c: kl_where_of(c.algorithm) is KLWhere.NONE,
-         ("algorithm.kl.estimator", "algorithm.kl.coef", "model.reference", "placement.reference"),
+         ("algorithm.kl.estimator", "algorithm.kl.coef"),
          "has no effect without a KL penalty", "choose algorithm.kl.where reward or loss"),
+    Idle(lambda c: kl_where_of(c.algorithm) is KLWhere.NONE, ("model.reference", "placement.reference"),
+         "has no effect without a KL penalty", "choose algorithm.kl.where reward or loss",
+         but_in=(Command.DPO, Command.KTO)),
     Idle(lambda c: kl_where_of(c.algorithm) is not KLWhere.REWARD, ("algorithm.kl.target",),
          "has no effect here: only a penalty in the reward is steered",
          "remove it, or choose algorithm.kl.where reward"),
@@ -101,9 +108,9 @@ IDLE = (
 )
 
 
-def idle_keys(config: Config) -> Iterator[Fault]:
+def idle_keys(config: Config, command: Command = Command.TRAIN) -> Iterator[Fault]:
     """A fault for each key that is set and does nothing."""
-    return faults_of(IDLE, config)
+    return faults_of(tuple(idle for idle in IDLE if command not in idle.but_in), config)
 
 
 def faults_of(table: tuple[Idle, ...], config: Config) -> Iterator[Fault]:

@@ -1,9 +1,9 @@
 """Every key of a configuration: its type, its default and, in the line under it, what it does.
 
 Owns the dataclasses; the `model` block and the layouts are in `model_schema`, the `algorithm` block in
-`algorithm_schema`, the words that a key may hold in `words`. It checks nothing beyond types (`validate` does) and
-derives nothing (`layouts`, `batch_math` and `recipe` do). A YAML file names only what differs from here. `describe`
-makes the table of keys from the lines under them.
+`algorithm_schema`, the `preference` block in `preference_schema`, the words that a key may hold in `words`. It checks
+nothing beyond types (`validate` does) and derives nothing (`layouts`, `batch_math` and `recipe` do). A YAML file names
+only what differs from here. `describe` makes the table of keys from the lines under them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridflow.config.algorithm_schema import AlgorithmConfig
 from hybridflow.config.model_schema import LayoutConfig, ModelsConfig, PlacementConfig
+from hybridflow.config.preference_schema import PreferenceConfig
 from hybridflow.config.words import (
     DataSource,
     Decay,
@@ -94,9 +95,9 @@ class TrainConfig:
     total_steps: int = 100
     """Steps of the run. One step generates a set of rollouts and trains on it."""
     global_batch_size: int = 64
-    """Rollouts in one optimizer step, over all replicas. `sft`: pairs in one optimizer step."""
+    """Rollouts in one optimizer step, over all replicas. `sft`, `dpo`, `reward_model`: pairs. `kto`: answers."""
     micro_batch_size: int | None = None
-    """Rollouts that one replica runs at once. Memory and speed only. null: 8, or as micro_batch_tokens says."""
+    """Rollouts (`dpo`, `reward_model`: pairs of two) that a replica runs at once. Memory and speed only. null: 8."""
     gradient_accumulation_steps: int | None = None
     """Micro-batches of one replica in one optimizer step. null: derived. If given, the product must be exact."""
     epochs_per_rollout: int = 1
@@ -333,3 +334,5 @@ class Config:
     """Exports."""
     sft: SftConfig = field(default_factory=SftConfig)
     """Supervised warm start."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Preference training."""

@@ -42,8 +42,6 @@ from hybridflow.config.words import (
 )
 from hybridflow.parallel.arithmetic import round_up
 
-TRAINING = (Command.TRAIN, Command.SFT, Command.API)
-
 
 def validate(config: Config, world_size: int, command: Command = Command.TRAIN) -> list[Fault]:
     """Every fault of `config` for `command` on `world_size` ranks; empty if there is none.
@@ -55,15 +53,15 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
     faults = [*wrong, *_models(config, command), *uncut]
     if command in (Command.TRAIN, Command.API):
         faults += [*placement_faults(config, world_size), *_overlap(config, command)]
-    if command in TRAINING and not wrong:  # the batch numbers divide by these
+    if command.trains and not wrong:  # the batch numbers divide by these
         faults += _batches(config, command, None if uncut else world_size)
         faults += [] if uncut else _recompute(config, command)
     if command in (Command.TRAIN, Command.API):
         faults += _algorithm(config)
-    if command in TRAINING:
+    if command.trains:
         unread = list(unread_keys(config, command))
         known = {fault.key for fault in unread}
-        faults += [*unread, *(fault for fault in idle_keys(config) if fault.key not in known)]
+        faults += [*unread, *(fault for fault in idle_keys(config, command) if fault.key not in known)]
         faults += [*_schedule(config, command), *_precision(config), *_memory(config)]
     if command is not Command.EXPORT:
         faults += [*_generation(config), *_invariance(config, command), *_vllm(config, command)]
@@ -134,7 +132,8 @@ def _batches(config: Config, command: Command, world_size: int | None) -> Iterat
     ):
         layouts = [] if world_size is None else [written_layout(config, role) for role in roles]
         if tokens is not None:
-            yield from _budget(key, tokens, config, max(map(token_multiple, layouts), default=1), command)
+            rows = 2 if command.has_pairs and key == "train.micro_batch_tokens" else 1
+            yield from _budget(key, tokens, config, max(map(token_multiple, layouts), default=1), command, rows)
 
 
 def _recompute(config: Config, command: Command) -> Iterator[Fault]:
@@ -156,16 +155,20 @@ def _accumulation(config: Config, dp: int) -> Iterator[Fault]:
                 f"global_batch_size is {train.global_batch_size}", f"{choice}, or global_batch_size {product}")
 
 
-def _budget(key: str, tokens: int, config: Config, multiple: int, command: Command) -> Iterator[Fault]:
-    """The longest row fits in a micro-batch of `tokens`; with init_trainer a response and one token of its prompt."""
+def _budget(key: str, tokens: int, config: Config, multiple: int, command: Command, rows: int) -> Iterator[Fault]:
+    """The longest row, or pair of `rows` 2, fits in a micro-batch of `tokens`; with init_trainer a response and one
+    token of its prompt.
+    """
     longest = config.generation.max_new_tokens
     longest += 1 if command is Command.API else config.data.max_prompt_length
     prompt = "a prompt of 1" if command is Command.API else f"data.max_prompt_length {config.data.max_prompt_length}"
-    needed = round_up(longest, multiple)
+    needed = round_up(longest * rows, multiple)
     if tokens < needed:
-        padded = f", padded to {needed} in its layout" if needed > longest else ""
-        yield Fault(key, tokens, f"cannot hold the longest row, {prompt} + generation.max_new_tokens "
-                    f"{config.generation.max_new_tokens} = {longest} tokens{padded}", f"choose {needed} or more")
+        padded = f", padded to {needed} in its layout" if needed > longest * rows else ""
+        of_pair = f", which is {longest * rows} for a pair" if rows > 1 else ""
+        yield Fault(key, tokens, f"cannot hold the longest {command.unit if rows > 1 else 'row'}, {prompt} + "
+                    f"generation.max_new_tokens {config.generation.max_new_tokens} = {longest} tokens{of_pair}{padded}",
+                    f"choose {needed} or more")
 
 
 def _algorithm(config: Config) -> Iterator[Fault]:
@@ -213,7 +216,7 @@ def _overlap(config: Config, command: Command) -> Iterator[Fault]:
 
 def _invariance(config: Config, command: Command) -> Iterator[Fault]:
     """What the same bits in training and generation ask of both; the device is looked at where the run starts."""
-    if not config.generation.batch_invariant or command is Command.SFT:
+    if not config.generation.batch_invariant or command.is_offline:
         return
     otherwise = "or generation.batch_invariant false"
     if config.train.mixed_precision is MixedPrecision.FP16:
@@ -243,7 +246,7 @@ def _vllm(config: Config, command: Command) -> Iterator[Fault]:
     if generation.balance is GenerationBalance.SHARED:
         yield Fault("generation.balance", "shared", "vllm is given all of a replica's prompts at once",
                     f"choose own, {otherwise}")
-    if generation.batch_invariant and command is not Command.SFT:
+    if generation.batch_invariant and not command.is_offline:
         yield Fault("generation.batch_invariant", True, "vllm has other kernels than training",
                     f"choose false, {otherwise}")
     if generation.weights is GenerationWeights.SHARED and not command.answers:

@@ -120,6 +120,16 @@ class Overlong(Enum):
     DROP = "drop"
 
 
+class PreferenceLoss(Enum):
+    SIGMOID = "sigmoid"
+    IPO = "ipo"
+
+
+class RejectedAnswer(Enum):
+    OTHER = "other"
+    PERTURBED = "perturbed"
+
+
 class GymScoring(Enum):
     EXACT = "exact"
     PARTIAL = "partial"

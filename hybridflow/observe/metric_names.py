@@ -109,6 +109,27 @@ _SUPERVISED = (
     MetricInfo("sft/lr", "1", "Learning rate of the step.", "-"),
     MetricInfo("sft/loss_scale", "1", "Loss scale for the next step (fp16).", "-"),
 )
+_PAIRS = "pairs of the step, all ranks"
+_PREFERRED = "pairs, or answers of that kind in kto"
+_PREFERENCE = (
+    MetricInfo("preference/loss", "loss", "The loss, with every term in it.", "pairs (kto: answers) of the step"),
+    MetricInfo("preference/accuracy", "fraction", "Pairs whose chosen answer has the higher reward; equal ones count "
+               "half. Rewards are scores, or beta times the log-ratio to the reference.", _PAIRS),
+    MetricInfo("preference/margin", "reward", "Reward of good answers less that of bad ones.", _PREFERRED),
+    MetricInfo("preference/chosen_reward", "reward", "Reward of chosen (good) answers.", _PREFERRED),
+    MetricInfo("preference/rejected_reward", "reward", "Reward of rejected (bad) answers.", _PREFERRED),
+    MetricInfo("preference/nll", "nats", "Negative log-prob of the tokens of chosen answers, before nll_coef.",
+               "as algorithm.loss_reduction says"),
+    MetricInfo("preference/kl", "nats", "KL from the policy to the reference as kto estimates it, not below 0.",
+               "answers of the step, each with another's prompt"),
+    MetricInfo("preference/grad_norm", "norm", "Global L2 norm of the gradient, before clipping.", "-"),
+    MetricInfo("preference/lr", "1", "Learning rate of the step.", "-"),
+    MetricInfo("preference/loss_scale", "1", "Loss scale for the next step (fp16).", "-"),
+    MetricInfo("eval/preference_accuracy", "fraction", "As preference/accuracy on held-out pairs; kto: how often a "
+               "good answer is above a bad one, over all such couples.", "held-out pairs"),
+    MetricInfo("eval/preference_*", "as in training", "The same name of preference/ on held-out rows.",
+               "held-out pairs, or answers"),
+)
 _RUN = (
     MetricInfo("eval/accuracy", "fraction", "Held-out prompts answered right (full reward) by greedy decoding.",
                "held-out prompts"),
@@ -134,7 +155,8 @@ _RUN = (
                "not finite or no token was trained.", "-"),
 )
 
-METRICS: tuple[MetricInfo, ...] = (*_REWARD, *_ROLLOUT, *_POLICY, *_CRITIC, *_ADVANTAGE, *_SUPERVISED, *_RUN)
+METRICS: tuple[MetricInfo, ...] = (*_REWARD, *_ROLLOUT, *_POLICY, *_CRITIC, *_ADVANTAGE, *_SUPERVISED, *_PREFERENCE,
+                                   *_RUN)
 
 
 def find_metric(name: str) -> MetricInfo | None:

@@ -81,6 +81,10 @@ class Builder:
         return self._trained(Role.ACTOR, Head.LANGUAGE_MODEL, self.config.model.path, self.config.train.optimizer,
                              updates, temperature)
 
+    def scorer(self, updates: int) -> TrainedRole:
+        """A reward model that learns, in the actor's place: the start weights under a score head."""
+        return self._trained(Role.ACTOR, Head.SCORE, self.config.model.path, self.config.train.optimizer, updates)
+
     def critic(self, updates: int) -> TrainedRole:
         path = self.config.model.critic.path or self.config.model.path
         return self._trained(Role.CRITIC, Head.VALUE, path, self._critic_optimizer(), updates)

@@ -23,7 +23,7 @@ from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.generation.blocks import BLOCK_TOKENS
 from hybridflow.kernels.native_build import Unavailable, native_library
 from hybridflow.models.config import Head, ModelConfig
-from hybridflow.models.hf_import import require_tensors
+from hybridflow.models.hf_import import FRESH, FRESH_IN_TRAINING, require_tensors
 from hybridflow.models.layout import split_heads
 from hybridflow.models.weights import canonical_shapes
 from hybridflow.parallel.arithmetic import ceil_div
@@ -53,13 +53,15 @@ class Inputs:
     policy_loss: PolicyLoss | None = None
 
     @classmethod
-    def read(cls, config: Config, tokenizer: Tokenizer | None = None, *, scores: bool = True) -> Inputs:
+    def read(cls, config: Config, tokenizer: Tokenizer | None = None, *, scores: bool = True,
+             head: Head = Head.LANGUAGE_MODEL) -> Inputs:
         """Open what `config` names.
 
         Args:
             tokenizer: one that has just been made; None opens the configured one.
             scores: whether answers will be scored; only then are the models besides the actor looked at, and a reward
                 function started.
+            head: what model.path is trained under; a score head may be missing there.
 
         Raises:
             ValueError: a file, a model's tensors, an id to stop at, or a function is not as it must be, or this machine
@@ -69,7 +71,7 @@ class Inputs:
             require_invariance(default_device(0))
         opened = open_tokenizer(config.model.tokenizer or config.model.path) if tokenizer is None else tokenizer
         model = model_shape(config, config.model.path, opened)
-        require_weights("model.path", config.model.path, Head.LANGUAGE_MODEL)
+        require_weights("model.path", config.model.path, head, FRESH_IN_TRAINING)
         if scores:
             require_cache(config, model, config.data.max_prompt_length)
             require_weights("model.critic.path", config.model.critic.path, Head.VALUE)
@@ -146,8 +148,8 @@ def model_shape(config: Config, path: str | None, tokenizer: Tokenizer | None) -
     return replace(model, eos_token_ids=tokenizer.stop_ids) if tokenizer else model
 
 
-def require_weights(key: str, path: str | None, head: Head) -> None:
-    """The folder that `key` names, if it names one, has the tensors of its model under `head`.
+def require_weights(key: str, path: str | None, head: Head, fresh: Sequence[str] = FRESH) -> None:
+    """The folder that `key` names, if any, has the tensors of its model under `head`, but perhaps the `fresh` heads.
 
     Raises:
         ValueError: as `load_hf`; the key is named.
@@ -155,7 +157,7 @@ def require_weights(key: str, path: str | None, head: Head) -> None:
     if path is None:
         return
     try:
-        require_tensors(Path(path), canonical_shapes(ModelConfig.from_hf_folder(path), head))
+        require_tensors(Path(path), canonical_shapes(ModelConfig.from_hf_folder(path), head), fresh)
     except ValueError as error:
         wanted = "; it must be a *ForSequenceClassification with one label" if head is Head.SCORE else ""
         raise ValueError(f"{key} = {error}{wanted}") from None

@@ -86,14 +86,15 @@ class ScoringRole:
         """The engine's turn on the device, where there is one."""
         return nullcontext() if self.engine is None else self.engine.on_device()
 
-    def share(self, rows: Sequence[int], lengths: Sequence[int], at_once: MicroBatching) -> Share:
-        """Cut `rows` of these lengths over replicas and micro-batches; every rank finds the same.
+    def share(self, rows: Sequence[int], lengths: Sequence[int], at_once: MicroBatching, together: int = 1) -> Share:
+        """Cut `rows` of these lengths over replicas and micro-batches; every rank finds the same. Of units of
+        `together` consecutive rows none is parted.
 
         Raises:
             ValueError: a row is longer than the budget of tokens.
         """
         grid, layout = self.blueprint.grid, self.blueprint.grid.layout
-        cut = at_once.cut(lengths, layout.dp, self.blueprint.token_multiple * layout.cp)
+        cut = at_once.cut(lengths, layout.dp, self.blueprint.token_multiple * layout.cp, together)
         of_replica = [tuple(rows[place] for micro_batch in replica for place in micro_batch) for replica in cut]
         mine = () if self.engine is None else cut[self.engine.mesh.coord.dp]
         return Share(given(Protocol.THREE_D, grid, of_replica, self.world.size),
@@ -118,8 +119,8 @@ class ScoringRole:
                                multiple_of=self.blueprint.token_multiple, cp=self.part)
 
     def pack_last_tokens(self, rows: Rows) -> MicroBatch:
-        """The same with a target a row, its last token."""
-        return MicroBatch.pack_last_tokens(rows.samples, device=self.world.device,
+        """The same with a target a row, its last token; columns are `[rows]`."""
+        return MicroBatch.pack_last_tokens(rows.samples, rows.columns, device=self.world.device,
                                            multiple_of=self.blueprint.token_multiple, cp=self.part)
 
     @property

@@ -182,6 +182,9 @@ def test_a_token_budget_holds_the_longest_row():
     assert faults(1, f"{key}=65", command=Command.API) == {}
     assert set(faults(1, "train.forward_micro_batch_tokens=319")) == {"train.forward_micro_batch_tokens"}
     assert set(faults(1, f"{key}=319", command=Command.SFT)) == {key}
+    assert set(faults(1, f"{key}=320", command=Command.KTO)) == set()
+    assert "which is 640 for a pair; choose 640 or more" in faults(1, f"{key}=639", command=Command.DPO)[key]
+    assert faults(1, f"{key}=640", "train.forward_micro_batch_tokens=320", command=Command.REWARD_MODEL) == {}
 
 
 def test_a_token_budget_is_judged_whatever_else_is_wrong():
@@ -313,7 +316,8 @@ def test_files_need_names_and_a_judge():
 
 OUTSIDE = {"must be at least 1": 0, "must not be negative": -1, "must be a finite number that is not negative": -0.5,
            "must be a finite number above 0": 0, "must be a finite number of at least 1": 0.5, "must be above 1": 1,
-           "must lie in [1, 2^32]": 0.5, "must lie in [0, 1]": 1.5, "must lie in (0, 1]": 0,
+           "must lie in [1, 2^32]": 0.5, "must lie in [0, 1]": 1.5, "must lie in [0, 0.5)": 0.5,
+           "must lie in (0, 1]": 0,
            "must be two numbers in [0, 1)": "[0.9]",
            "must be 0 (greedy) or lie in [1e-6, 1e6]": 1e-9, "must lie in [1e-6, 1e6]": 0,
            "weights are split by tensor and pipeline parallelism here, not by ZeRO": 3,
@@ -363,7 +367,7 @@ SET = {
 GRPO = ["algorithm.name=grpo", "generation.samples_per_prompt=2"]
 CONDITIONS = [
     GRPO, GRPO, GRPO, [], ["algorithm.policy_loss=reinforce"], ["algorithm.policy_loss=cispo"], [],
-    ["algorithm.correction.level=token"], [], [], ["algorithm.kl.where=loss"], [], [],
+    ["algorithm.correction.level=token"], [], [], [], ["algorithm.kl.where=loss"], [], [],
     ["model.reward_model.path=m"],
     ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
     [], [], ["train.micro_batch_tokens=512"], ["train.micro_batch_tokens=512"],
