@@ -44,7 +44,8 @@ def _run(inputs: Inputs, records: DataSplit, loader: PromptLoader, held_out: tup
         for _ in range(trainer.steps_ahead):
             trainer.start(next(loader))
         whole.fit(RunParts(
-            step=lambda: trainer.step(next(loader)), export=trainer.export, trace=trainer.trace, timer=trainer.timer,
+            step=lambda: trainer.step(next(loader), loader.__next__),
+            export=trainer.export, trace=trainer.trace, timer=trainer.timer,
             labels=trainer.labels(),
             evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
             samples=lambda: trainer.samples(config.logging.samples),

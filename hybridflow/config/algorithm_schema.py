@@ -62,7 +62,7 @@ class AlgorithmConfig:
     """The learning algorithm."""
 
     name: AlgorithmName = AlgorithmName.PPO
-    """ppo | grpo | dr_grpo | rloo | reinforce_pp | reinforce_pp_baseline | gspo | cispo (see README)."""
+    """ppo | grpo | dr_grpo | dapo | rloo | reinforce_pp | reinforce_pp_baseline | remax | gspo | cispo | safe_rlhf."""
     advantage: str | None = None
     """Advantage estimator: a name of README's table, or file.py:function. null: the algorithm's."""
     policy_loss: str | None = None
@@ -91,5 +91,7 @@ class AlgorithmConfig:
     """Shift and scale a step's advantages to mean 0 and variance 1 over its tokens. null: the algorithm's."""
     grpo_std_normalise: bool = True
     """Divide the advantages of a group by the standard deviation of its rewards (advantage grpo)."""
+    resample_rounds: int | None = None
+    """Rounds, at most, to replace prompts whose samples have equal rewards (DAPO). 0: none. null: the algorithm's."""
     overlong_buffer: int | None = None
     """Tokens before max_new_tokens over which a reward falls by 1 in all (DAPO). 0: none. null: the algorithm's."""

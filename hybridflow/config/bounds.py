@@ -42,7 +42,7 @@ BOUNDS = (
     ),
     Bound(
         ("train.seed", "train.optimizer.warmup_steps", "train.critic_optimizer.warmup_steps", "generation.top_k",
-         "generation.min_new_tokens", "algorithm.overlong_buffer",
+         "generation.min_new_tokens", "algorithm.resample_rounds", "algorithm.overlong_buffer",
          "data.test_size", "logging.samples", "train.max_nonfinite_steps"),
         lambda n: n >= 0, "must not be negative", "choose 0 or more",
     ),

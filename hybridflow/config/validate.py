@@ -27,7 +27,7 @@ from hybridflow.config.layouts import (
 )
 from hybridflow.config.model_schema import ModelSpec
 from hybridflow.config.placement_rules import placement_faults
-from hybridflow.config.recipe import choices_of_advantage, needs_of
+from hybridflow.config.recipe import choices_of_advantage, needs_of, resample_rounds_of
 from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
 from hybridflow.config.words import (
@@ -181,6 +181,7 @@ def _algorithm(config: Config) -> Iterator[Fault]:
         who = algorithm.advantage or algorithm.name.value
         yield Fault("generation.samples_per_prompt", 1, f"{who} compares the samples of a prompt with each other",
                     "choose 2 or more")
+    yield from _resampling(config)
     buffer, longest = algorithm.overlong_buffer, config.generation.max_new_tokens
     if buffer is not None and buffer > longest:
         yield Fault("algorithm.overlong_buffer", buffer, f"is above generation.max_new_tokens {longest}",
@@ -188,6 +189,18 @@ def _algorithm(config: Config) -> Iterator[Fault]:
     if algorithm.kl.target is not None and algorithm.kl.coef == 0:
         yield Fault("algorithm.kl.coef", 0, "a coefficient that starts at 0 cannot be steered to algorithm.kl.target",
                     "choose e.g. 0.01")
+
+
+def _resampling(config: Config) -> Iterator[Fault]:
+    """What asks for more answers once some are scored."""
+    algorithm, overlap = config.algorithm, config.generation.overlap
+    rounds, greedy = resample_rounds_of(algorithm), Need.GREEDY_ANSWER in needs_of(algorithm)
+    if rounds and config.generation.samples_per_prompt == 1:
+        yield Fault("algorithm.resample_rounds", rounds, "the rewards of a single sample never differ",
+                    "choose 0, or generation.samples_per_prompt 2 or more")
+    if overlap is not Overlap.NONE and (rounds or greedy):
+        yield Fault("generation.overlap", overlap.value, f"{algorithm.name.value} generates and scores in turn",
+                    "choose none" + (", or algorithm.resample_rounds 0" if rounds else ""))
 
 
 def _function(key: str, spec: str | None, known: tuple[str, ...]) -> Iterator[Fault]:

@@ -45,9 +45,11 @@ class AlgorithmName(Enum):
     PPO = "ppo"
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
+    DAPO = "dapo"
     RLOO = "rloo"
     REINFORCE_PP = "reinforce_pp"
     REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
+    REMAX = "remax"
     GSPO = "gspo"
     CISPO = "cispo"
 

@@ -61,6 +61,11 @@ _POLICY = (
     MetricInfo("policy/kl_loss", "loss", "The KL term of the actor's loss, before its coefficient.", _UPDATES),
     MetricInfo("rollout/staleness_mean", "versions", "Weight versions by which a token is behind those that learn from "
                "it first. Only where generation overlaps training.", _TOKENS),
+    MetricInfo("rollout/rounds", "count", "Rounds of generation of the step (algorithm.resample_rounds).", "-"),
+    MetricInfo("rollout/prompts_with_signal", "count", "Prompts of all rounds whose samples had different rewards.",
+               "-"),
+    MetricInfo("reward/greedy_mean", "reward", "Reward of the greedy answers to the step's prompts (remax).",
+               "greedy answers with a reward"),
     MetricInfo("rollout/carried", "rows", "Answers that have begun and are not learned from yet (generation.overlap "
                "partial).", "-"),
     MetricInfo("rollout/staleness_max", "versions", "The most of any token.", "-"),

@@ -186,6 +186,11 @@ class Builder:
         controller = FixedKl(kl.coef) if kl.target is None else AdaptiveKl(kl.coef, kl.target)
         return KlPenalty(KlEstimator(kl.estimator.value), controller)
 
+    @property
+    def resample_rounds(self) -> int:
+        """Rounds of generation in which prompts without a signal are replaced; 0: none are."""
+        return _algorithm(self.config).resample_rounds or 0
+
     def actor_objective(self) -> ActorObjective:
         algorithm, kl = _algorithm(self.config), _algorithm(self.config).kl
         in_loss = kl.where is KLWhere.LOSS

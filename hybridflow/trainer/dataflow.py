@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,44 +28,11 @@ from hybridflow.parallel.world import World
 from hybridflow.target_rows import TargetRows
 from hybridflow.trainer.advantage import Advantages
 from hybridflow.trainer.board import Board, Metrics
+from hybridflow.trainer.judging import RewardSource, judged, score_moments
 from hybridflow.trainer.roles import Lesson, ScoringRole, TrainedRole
 from hybridflow.trainer.rollout import Sampler
-from hybridflow.trainer.rollout_source import Experience, RolloutSource
+from hybridflow.trainer.rollout_source import Experience, More, RolloutSource
 from hybridflow.trainer.staleness import staleness
-
-
-class Judgement(Protocol):
-    """Rows that have been handed to whoever scores them. `work` and `result` follow in this order on every rank."""
-
-    def work(self) -> None:
-        """This rank's part of it."""
-        ...
-
-    def result(self, crew: Crew) -> tuple[Tensor, Metrics]:
-        """Scores `[rows]` fp64, equal on every rank of the crew, NaN where the reward failed; and metrics. Collective
-        over the crew, where all rows are at home.
-        """
-        ...
-
-
-class RewardSource(Protocol):
-    """Where scores come from.
-
-    Attributes:
-        right_score: that of a right answer, None where no answer is simply right.
-        last_fault: a sentence on the faults of the last call, None if there were none.
-    """
-
-    right_score: float | None
-    last_fault: str | None
-
-    def ask(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> Judgement:
-        """Hand the rows out: row i answers `prompts[batch.groups[i]]`. Every rank calls it, and none waits here."""
-        ...
-
-    def close(self) -> None:
-        """End whatever processes it has."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -115,11 +81,13 @@ class Dataflow:
     def world(self) -> World:
         return self.roles.actor.world
 
-    def step(self, prompts: Sequence[TokenisedPrompt]) -> tuple[Experience, Board]:
-        """Learn from answers to `prompts` (the same on every rank), or to earlier ones while these are generated."""
+    def step(self, prompts: Sequence[TokenisedPrompt], more: More | None = None) -> tuple[Experience, Board]:
+        """Learn from answers to `prompts` (the same on every rank), or to earlier ones while these are generated.
+        `more` gives further prompts.
+        """
         board = Board()
         with self.timer.step():
-            experience = self.source.next(prompts, board)
+            experience = self.source.next(prompts, board, more)
             if self.crew is not None:
                 experience = replace(experience, batch=self.learn_from(experience, self.crew, board))
             else:  # others learn meanwhile
@@ -130,27 +98,42 @@ class Dataflow:
     def learn_from(self, experience: Experience, crew: Crew, board: Board) -> Batch:
         """Judge a batch, estimate advantages, update the critic and the actor. Collective over the crew."""
         batch = self.judge(experience, crew, board)
-        batch, estimated = self.advantages(batch, crew)
+        batch, estimated = self.advantages(batch, crew, self.baselines(experience, crew, board))
         board.said |= estimated | staleness(batch, self.roles.actor.trainer, crew)
         self.learn(batch, board)
         return batch
+
+    def baselines(self, experience: Experience, crew: Crew, board: Board) -> Tensor | None:
+        """`[rows]` fp64: the reward of the greedy answer to each row's prompt; None where there are none."""
+        if experience.greedy is None:
+            return None
+        with self.timer.phase(Phase.REWARD):
+            scores, _ = judged(self.roles.rewards, experience.greedy, experience.prompts, crew)
+        board.said |= {f"reward/greedy_{name.removeprefix('reward/')}": value
+                       for name, value in score_moments(scores).items() if name.endswith("mean")}
+        board.trouble = board.trouble or self.roles.rewards.last_fault
+        return scores[list(experience.batch.groups)]
 
     def judge(self, experience: Experience, crew: Crew, board: Board) -> Batch:
         """Scores, and reference log-probs, old log-probs and values, each where the algorithm needs it and nobody has
         seen to it already.
         """
         roles, batch, streamed = self.roles, experience.batch, experience.streamed
-        scores, wanted = roles.rewards.ask(batch, experience.prompts), dict(roles.scoring)
+        scores = None if batch.scores is not None else roles.rewards.ask(batch, experience.prompts)
+        wanted = dict(roles.scoring)
         if len(self.update_rows(batch)) > 1:  # else old is the policy itself: ratio exactly 1, and no pass needed
             wanted["old_log_probs"] = Phase.LOG_PROBS, roles.actor
         asked = {column: (phase, streamed[column] if column in streamed else role.ask_tokens(batch))
                  for column, (phase, role) in wanted.items()}
-        with self.timer.phase(Phase.REWARD):
-            scores.work()
+        if scores is not None:
+            with self.timer.phase(Phase.REWARD):
+                scores.work()
         for phase, answers in asked.values():
             with self.timer.phase(phase):
                 answers.work()
         batch = batch.with_columns(**{name: answers.result() for name, (_, answers) in asked.items()})
+        if scores is None:
+            return batch
         with self.timer.phase(Phase.REWARD):
             row_scores, metrics = scores.result(crew)
         board.said |= metrics | score_moments(row_scores)
@@ -208,14 +191,6 @@ class Dataflow:
         return self.critic_loss(output, columns)
 
 
-def judged(rewards: RewardSource, batch: Batch, prompts: Sequence[TokenisedPrompt],
-           crew: Crew) -> tuple[Tensor, Metrics]:
-    """What `Judgement.result` gives, at once. Collective."""
-    judgement = rewards.ask(batch, prompts)
-    judgement.work()
-    return judgement.result(crew)
-
-
 def present(updates: Sequence[Update | None]) -> list[Update]:
     """The updates that this rank took part in."""
     return [update for update in updates if update is not None]
@@ -234,15 +209,6 @@ class _ActorLoss:
             gap = (output.log_probs.detach() - columns.rollout_log_probs).abs().max()
             self.largest_gap = torch.maximum(self.largest_gap, gap.double())
         return self.objective(output.log_probs, output.entropy, columns, rows)
-
-
-def score_moments(scores: Tensor) -> Metrics:
-    """Mean, deviation and range of the scores that are numbers."""
-    known = scores[~scores.isnan()]
-    if not known.numel():
-        return {}
-    return {"reward/mean": known.mean().item(), "reward/std": known.std(correction=0).item(),
-            "reward/min": known.min().item(), "reward/max": known.max().item()}
 
 
 POLICY_NAMES = {"loss": "policy/loss", "policy_loss": "policy/surrogate_loss", "clip_fraction": "policy/clip_fraction",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
-from hybridflow.generation.records import SamplingParams
+from hybridflow.generation.records import SamplingParams, greedily
 from hybridflow.observe.phases import Phase
-from hybridflow.trainer.dataflow import RewardSource, judged
+from hybridflow.trainer.judging import RewardSource, judged
 from hybridflow.trainer.rollout import Sampler
 
 
@@ -19,7 +18,7 @@ class Evaluator:
     def __init__(self, sampler: Sampler, rewards: RewardSource, prompts: Sequence[TokenisedPrompt],
                  sampling: SamplingParams) -> None:
         self.sampler, self.rewards, self.prompts = sampler, rewards, prompts
-        self.greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        self.greedy = greedily(sampling)
 
     def __call__(self) -> dict[str, float]:
         """Mean reward, and the share of right answers where an answer can be right; {} without prompts.

@@ -11,10 +11,10 @@ from hybridflow.observe.phases import PhaseTimer
 from hybridflow.observe.trace import Trace, TraceCategory, settle_device
 from hybridflow.parallel.world import World
 from hybridflow.trainer.build import Builder
-from hybridflow.trainer.dataflow import RewardSource
 from hybridflow.trainer.evaluate import Evaluator
 from hybridflow.trainer.export import export_role
 from hybridflow.trainer.inputs import Inputs
+from hybridflow.trainer.judging import RewardSource
 from hybridflow.trainer.roles import TrainedRole
 from hybridflow.trainer.rollout import Sampler
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybridflow.algorithms.registry import Need
 from hybridflow.batch import Batch
 from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.layouts import Role, roles
+from hybridflow.config.recipe import needs_of
 from hybridflow.config.words import Overlap
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import prompt_text
@@ -25,8 +27,9 @@ from hybridflow.trainer.evaluate import Evaluator
 from hybridflow.trainer.export import export_role
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.partial import PartialRollouts
+from hybridflow.trainer.resampling import Resampling
 from hybridflow.trainer.rollout import Sampler
-from hybridflow.trainer.rollout_source import OneStepOff, OnPolicy, RolloutSource
+from hybridflow.trainer.rollout_source import More, OneStepOff, OnPolicy, RolloutSource
 
 
 class RLTrainer:
@@ -52,7 +55,7 @@ class RLTrainer:
         self.sampling = builder.sampling()
         self.roles = self._make_roles(builder)
         self.crew = builder.crew()
-        self.dataflow = Dataflow(self.roles, self._source(), builder.advantages(), builder.actor_objective(),
+        self.dataflow = Dataflow(self.roles, self._source(builder), builder.advantages(), builder.actor_objective(),
                                  builder.critic_objective(), self._plan(), self.timer, self.crew)
         self.prompts: Sequence[TokenisedPrompt] = ()
         self.batch: Batch | None = None
@@ -74,14 +77,21 @@ class RLTrainer:
     def _plan(self) -> StepPlan:
         return StepPlan(self.config.train.global_batch_size, self.config.train.epochs_per_rollout)
 
-    def _source(self) -> RolloutSource:
+    def _source(self, builder: Builder) -> RolloutSource:
         overlap, samples = self.config.generation.overlap, self.config.generation.samples_per_prompt
         if overlap is Overlap.PARTIAL:
             return PartialRollouts(self.roles.sampler, self.sampling, samples, self.config.data.prompts_per_step,
                                    self.config.generation.max_staleness)
         if overlap is Overlap.ONE_STEP_OFF:
             return OneStepOff(self.roles.sampler, self.sampling, samples)
-        return OnPolicy(self.roles.sampler, self.sampling, samples, self.roles.scoring)
+        rounds = builder.resample_rounds
+        greedy = Need.GREEDY_ANSWER in needs_of(self.config.algorithm)
+        source = OnPolicy(self.roles.sampler, self.sampling, samples, {} if rounds else self.roles.scoring,
+                          with_greedy=greedy)
+        if not rounds:
+            return source
+        assert self.crew is not None, "it generates on its own ranks alone where it is overlapped"
+        return Resampling(source, self.roles.rewards, self.crew, rounds)
 
     @property
     def steps_ahead(self) -> int:
@@ -92,11 +102,11 @@ class RLTrainer:
         """Begin to answer the prompts of the first step; the first `step` then brings those of the second."""
         self.dataflow.source.start(prompts)
 
-    def step(self, prompts: Sequence[TokenisedPrompt]) -> Metrics:
+    def step(self, prompts: Sequence[TokenisedPrompt], more: More | None = None) -> Metrics:
         """One step on `prompts`, or on those of the step before while these are answered; metrics by name. The prompts
-        and the metrics are the same on every rank.
+        and the metrics are the same on every rank. `more` gives further prompts, where an algorithm replaces some.
         """
-        experience, board = self.dataflow.step(prompts)
+        experience, board = self.dataflow.step(prompts, more)
         self.prompts, self.batch = experience.prompts, experience.batch
         board.largest |= self.timer.take()
         metrics, self.trouble = board.shared(self.world), board.trouble
