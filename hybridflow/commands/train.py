@@ -11,6 +11,8 @@ from hybridflow.config.recipe import algorithm_line, with_recipe
 from hybridflow.config.schema import Config
 from hybridflow.data.loader import PromptLoader, TokenisedPrompt
 from hybridflow.data.records import DataSplit
+from hybridflow.data.sft import SftLoader, sft_pairs
+from hybridflow.data.token_rows import Overlong
 from hybridflow.parallel.world import World
 from hybridflow.trainer.activations import activation_line
 from hybridflow.trainer.inputs import Inputs
@@ -26,12 +28,23 @@ def prepare(config: Config) -> Job:
     inputs = Inputs.read(config)
     loader = training_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
-    return partial(_run, inputs, records, loader, held_out)
+    return partial(_run, inputs, records, loader, held_out, _pretraining(config, records, inputs))
 
 
-def _run(inputs: Inputs, records: DataSplit, loader: PromptLoader, held_out: tuple[TokenisedPrompt, ...]) -> None:
+def _pretraining(config: Config, records: DataSplit, inputs: Inputs) -> SftLoader | None:
+    """Prompts and right answers of the training data, for algorithm.safe.pretrain_coef."""
+    safe, longest = config.algorithm.safe, config.data.max_prompt_length + config.generation.max_new_tokens
+    if safe.pretrain_coef == 0:
+        return None
+    return SftLoader(sft_pairs(records.train), inputs.tokenizer, safe.pretrain_batch_size, config.train.seed,
+                     config.data.shuffle, longest, Overlong(config.data.overlong.value), inputs.model.vocab_size)
+
+
+def _run(inputs: Inputs, records: DataSplit, loader: PromptLoader, held_out: tuple[TokenisedPrompt, ...],
+         pretraining: SftLoader | None) -> None:
     config = inputs.config
-    with closing(World.from_env(config.train.timeout_s)) as world, closing(RLTrainer(inputs, world)) as trainer:
+    with (closing(World.from_env(config.train.timeout_s)) as world,
+          closing(RLTrainer(inputs, world, pretraining=pretraining)) as trainer):
         require_same(world, (*records.train, *records.test))
         title = f"{config.algorithm.name.value}, world size {world.size}"
         whole = Run(config, world, title, config.train.total_steps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
+from math import isfinite
 from typing import Any
 
 from hybridflow.config.faults import Fault
@@ -32,7 +33,7 @@ BOUNDS = (
         ("train.total_steps", "train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
          "train.epochs_per_rollout", "train.forward_micro_batch_size", "train.micro_batch_tokens",
          "train.forward_micro_batch_tokens", "train.recompute_layers", "train.reduce_bucket_mb",
-         "train.loss_scale_window", "generation.samples_per_prompt",
+         "train.loss_scale_window", "algorithm.safe.pretrain_batch_size", "generation.samples_per_prompt",
          "generation.max_new_tokens", "generation.max_rows", "generation.max_step_tokens",
          "generation.kv_cache_mb", "generation.max_staleness",
          "generation.reshard_bucket_mb", "algorithm.constant_length", "data.size",
@@ -49,16 +50,20 @@ BOUNDS = (
     Bound(
         ("train.optimizer.lr", "train.critic_optimizer.lr", "train.optimizer.weight_decay",
          "train.critic_optimizer.weight_decay", "train.optimizer.min_lr", "train.critic_optimizer.min_lr",
-         "algorithm.entropy_coef", "algorithm.kl.coef", "algorithm.value_loss_coef", "preference.nll_coef",
+         "algorithm.entropy_coef", "algorithm.safe.pretrain_coef",
+         "algorithm.kl.coef", "algorithm.value_loss_coef", "preference.nll_coef",
          "preference.centre_coef", "preference.desirable_weight", "preference.undesirable_weight"),
         lambda x: 0 <= x < float("inf"), "must be a finite number that is not negative", "choose 0 or more",
     ),
     Bound(
         ("train.optimizer.eps", "train.critic_optimizer.eps", "train.optimizer.clip_grad_norm",
          "train.critic_optimizer.clip_grad_norm", "algorithm.value_clip", "algorithm.kl.target",
-         "reward.timeout_s", "train.timeout_s", "algorithm.clip.high", "preference.beta"),
+         "reward.timeout_s", "cost.timeout_s",
+         "algorithm.safe.multiplier_lr", "train.timeout_s", "algorithm.clip.high", "preference.beta"),
         lambda x: 0 < x < float("inf"), "must be a finite number above 0", "choose a number above 0",
     ),
+    Bound(("algorithm.safe.multiplier",), lambda x: 1e-3 <= x <= 1e3, "must lie in [0.001, 1000]", "choose e.g. 1.0"),
+    Bound(("algorithm.safe.cost_limit",), isfinite, "must be a finite number", "choose e.g. 0.0"),
     Bound(("train.loss_scale",), lambda x: 1 <= x <= 2.0**32, "must lie in [1, 2^32]", "choose e.g. 65536.0"),
     Bound(("algorithm.clip.low",), lambda x: 0 < x <= 1, "must lie in (0, 1]", "choose e.g. 0.2, or 1.0 for none"),
     Bound(("algorithm.correction.low",), lambda x: 0 <= x <= 1, "must lie in [0, 1]", "choose e.g. 0.5"),

@@ -26,6 +26,8 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
     if command.trains:
         faults += _reward_function(config.reward.function)
     if command in (Command.TRAIN, Command.API):
+        faults += _reward_function(config.cost.function, "cost.function")
+    if command in (Command.TRAIN, Command.API):
         faults += _algorithm_functions(config)
     return faults
 
@@ -41,6 +43,8 @@ def _models(config: Config, command: Command) -> Iterator[Fault]:
     named = {"model.path": config.model.path}
     if command in (Command.TRAIN, Command.API):
         named["model.critic.path"] = config.model.critic.path
+        named["model.cost_critic.path"] = config.model.cost_critic.path
+        named["model.cost_model.path"] = config.model.cost_model.path
     if command.trains:
         named["model.reward_model.path"] = config.model.reward_model.path
     for key, path in named.items():
@@ -76,12 +80,12 @@ def _algorithm_functions(config: Config) -> Iterator[Fault]:
             yield Fault(key, spec, f"there is no file {file}")
 
 
-def _reward_function(function: str | None) -> Iterator[Fault]:
+def _reward_function(function: str | None, key: str = "reward.function") -> Iterator[Fault]:
     """The last colon parts file from function, so that a path may hold colons too."""
     if function is None:
         return
     file, _, name = function.rpartition(":")
     if not file or not name.isidentifier():
-        yield Fault("reward.function", function, "is not file.py:function", "write e.g. rewards/maths.py:score")
+        yield Fault(key, function, "is not file.py:function", "write e.g. rewards/maths.py:score")
     elif not Path(file).is_file():
-        yield Fault("reward.function", function, f"there is no file {file}")
+        yield Fault(key, function, f"there is no file {file}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridflow.config.algorithm_schema import AlgorithmConfig
+from hybridflow.config.algorithm_schema import AlgorithmConfig, CostConfig
 from hybridflow.config.model_schema import LayoutConfig, ModelsConfig, PlacementConfig
 from hybridflow.config.preference_schema import PreferenceConfig
 from hybridflow.config.words import (
@@ -326,6 +326,8 @@ class Config:
     """Prompts."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Rewards."""
+    cost: CostConfig = field(default_factory=CostConfig)
+    """Costs."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Logs."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -42,7 +42,8 @@ def _answers_nothing(config: Config) -> bool:
 LEARNING = ("algorithm.name", "algorithm.advantage", "algorithm.policy_loss", "algorithm.gamma", "algorithm.lam",
             "algorithm.clip", "algorithm.value_clip", "algorithm.value_loss_coef", "algorithm.entropy_coef",
             "algorithm.kl", "algorithm.correction", "algorithm.normalise_advantages", "algorithm.grpo_std_normalise",
-            "algorithm.overlong_buffer", "algorithm.resample_rounds", "model.critic", "model.reference", "placement",
+            "algorithm.overlong_buffer", "algorithm.resample_rounds", "algorithm.safe", "cost", "model.cost_model",
+            "model.cost_critic", "model.critic", "model.reference", "placement",
             "train.total_steps",
             "train.epochs_per_rollout", "train.critic_optimizer", "data.prompts_per_step")
 TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",

@@ -182,6 +182,9 @@ def _algorithm(config: Config) -> Iterator[Fault]:
         yield Fault("generation.samples_per_prompt", 1, f"{who} compares the samples of a prompt with each other",
                     "choose 2 or more")
     yield from _resampling(config)
+    if Need.COST in needs_of(algorithm) and config.cost.function is None and config.model.cost_model.path is None:
+        yield Fault("cost.function", None, f"{algorithm.name.value} needs the cost of each response",
+                    "give file.py:function, or model.cost_model.path")
     buffer, longest = algorithm.overlong_buffer, config.generation.max_new_tokens
     if buffer is not None and buffer > longest:
         yield Fault("algorithm.overlong_buffer", buffer, f"is above generation.max_new_tokens {longest}",
@@ -222,6 +225,9 @@ def _generation(config: Config) -> Iterator[Fault]:
 
 
 def _overlap(config: Config, command: Command) -> Iterator[Fault]:
+    if command is Command.API and config.algorithm.safe.pretrain_coef:
+        yield Fault("algorithm.safe.pretrain_coef", config.algorithm.safe.pretrain_coef,
+                    "wants right answers of training data, and init_trainer is given prompts", "choose 0")
     if command is Command.API and config.generation.overlap is not Overlap.NONE:
         yield Fault("generation.overlap", config.generation.overlap.value,
                     "wants the prompts of the next step, and init_trainer is given one batch at a time", "choose none")

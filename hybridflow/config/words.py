@@ -52,6 +52,7 @@ class AlgorithmName(Enum):
     REMAX = "remax"
     GSPO = "gspo"
     CISPO = "cispo"
+    SAFE_RLHF = "safe_rlhf"
 
 
 class CorrectionLevel(Enum):

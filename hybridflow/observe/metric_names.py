@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridflow.observe.phases import Phase
 
@@ -104,6 +104,20 @@ _CRITIC = (
     MetricInfo("critic/lr", "1", "The critic's learning rate at the last optimizer step.", "-"),
     MetricInfo("critic/loss_scale", "1", "The critic's loss scale for the next optimizer step (fp16).", "-"),
 )
+_COST = (
+    MetricInfo("cost/mean", "cost", "Cost of the rollouts (safe_rlhf).", _SAMPLES),
+    MetricInfo("cost/std", "cost", "Standard deviation of the rollouts' costs.", _SAMPLES),
+    MetricInfo("cost/min", "cost", "Least cost of a rollout.", "-"),
+    MetricInfo("cost/max", "cost", "Greatest cost of a rollout.", "-"),
+    MetricInfo("cost/faults_*", "count", "Rollouts that the cost function failed on, by kind of fault.", "-"),
+    MetricInfo("cost/extra_*", "as given", "Further numbers that the cost function returned.",
+               "samples for which it returned the number"),
+    MetricInfo("cost/multiplier", "1", "Lagrange multiplier of the step, which weighs the cost.", "-"),
+    *(replace(info, name=f"cost_critic/{info.name.removeprefix('critic/')}",
+              meaning=info.meaning.replace("critic's", "cost critic's")) for info in _CRITIC),
+    MetricInfo("policy/pretrain_loss", "nats", "Cross-entropy of the pretraining pairs, before its coefficient.",
+               _UPDATES),
+)
 _ADVANTAGE = (
     MetricInfo("advantage/mean", "reward", "Advantage before normalisation.", _TOKENS),
     MetricInfo("advantage/std", "reward", "Standard deviation of the advantages before normalisation.", _TOKENS),
@@ -160,8 +174,8 @@ _RUN = (
                "not finite or no token was trained.", "-"),
 )
 
-METRICS: tuple[MetricInfo, ...] = (*_REWARD, *_ROLLOUT, *_POLICY, *_CRITIC, *_ADVANTAGE, *_SUPERVISED, *_PREFERENCE,
-                                   *_RUN)
+METRICS: tuple[MetricInfo, ...] = (*_REWARD, *_ROLLOUT, *_POLICY, *_CRITIC, *_COST, *_ADVANTAGE, *_SUPERVISED,
+                                   *_PREFERENCE, *_RUN)
 
 
 def find_metric(name: str) -> MetricInfo | None:

@@ -37,13 +37,17 @@ from hybridflow.trainer.staleness import staleness
 
 @dataclass(frozen=True)
 class Roles:
-    """Who takes part. `critic` is None without one (GRPO), `reference` is None where no KL is charged."""
+    """Who takes part. `critic` is None without one (GRPO), `reference` is None where no KL is charged, `costs` and
+    `cost_critic` where no cost is bounded.
+    """
 
     actor: TrainedRole
     sampler: Sampler
     rewards: RewardSource
     critic: TrainedRole | None = None
     reference: ScoringRole | None = None
+    costs: RewardSource | None = None
+    cost_critic: TrainedRole | None = None
 
     @property
     def scoring(self) -> dict[str, tuple[Phase, ScoringRole]]:
@@ -146,14 +150,23 @@ class Dataflow:
         """
         actor, critic, cuts = self.roles.actor, self.roles.critic, self.update_rows(batch)
         for_critic = [] if critic is None else [critic.prepare(batch, rows) for rows in cuts]
-        for_actor = [actor.prepare(batch, rows) for rows in cuts]
+        for_actor = self.actor_lessons(batch, cuts)
         if critic is not None:
-            with self.timer.phase(Phase.UPDATE_CRITIC), critic.turn():
-                updates = [critic.take(lesson, self._critic_loss) for lesson in for_critic]
-            self._tell(board, "critic", critic, critic_metrics(present(updates)))
+            self.teach_critic(critic, "critic", for_critic, board)
         with self.timer.phase(Phase.UPDATE_ACTOR), actor.turn():
             metrics = self._learn_actor(for_actor)
         self._tell(board, "policy", actor, metrics)
+
+    def teach_critic(self, critic: TrainedRole, name: str, lessons: Sequence[Lesson], board: Board) -> None:
+        """Every optimizer step of a critic, told of under `name`."""
+        with self.timer.phase(Phase.UPDATE_CRITIC), critic.turn():
+            updates = [critic.take(lesson, self._critic_loss) for lesson in lessons]
+        metrics = critic_metrics(present(updates))
+        self._tell(board, name, critic, {f"{name}/{key.partition('/')[2]}": value for key, value in metrics.items()})
+
+    def actor_lessons(self, batch: Batch, cuts: Sequence[range]) -> list[Lesson]:
+        """What the actor learns from, on its way to it: these rows in one optimizer step each."""
+        return [self.roles.actor.prepare(batch, rows) for rows in cuts]
 
     def _learn_actor(self, lessons: Sequence[Lesson]) -> Metrics:
         """The metrics, with the largest gap between the log-probs of generator and actor before the first update."""
@@ -206,7 +219,10 @@ class _ActorLoss:
     def __call__(self, output: Output, columns: TokenColumns, rows: TargetRows) -> tuple[Tensor, dict[str, Tensor]]:
         assert isinstance(output, HeadOutput)
         if columns.rollout_log_probs is not None and columns.rollout_log_probs.numel():
-            gap = (output.log_probs.detach() - columns.rollout_log_probs).abs().max()
+            gap = (output.log_probs.detach() - columns.rollout_log_probs).abs()
+            if columns.pretrain_weight is not None:  # tokens that nobody sampled
+                gap = torch.where(columns.pretrain_weight == 0, gap, 0.0)
+            gap = gap.max()
             self.largest_gap = torch.maximum(self.largest_gap, gap.double())
         return self.objective(output.log_probs, output.entropy, columns, rows)
 
@@ -214,7 +230,8 @@ class _ActorLoss:
 POLICY_NAMES = {"loss": "policy/loss", "policy_loss": "policy/surrogate_loss", "clip_fraction": "policy/clip_fraction",
                 "approx_kl": "policy/approx_kl", "entropy": "policy/entropy", "kl": "policy/kl_reference",
                 "ratio": "policy/ratio_mean", "dual_clip_fraction": "policy/dual_clip_fraction",
-                "kl_loss": "policy/kl_loss", "rollout_gap": "policy/log_prob_gap_mean",
+                "kl_loss": "policy/kl_loss", "ptx_loss": "policy/pretrain_loss",
+                "rollout_gap": "policy/log_prob_gap_mean",
                 "correction_weight": "policy/correction_weight", "correction_ess": "policy/correction_ess",
                 "correction_fraction": "policy/correction_fraction"}
 CRITIC_NAMES = {"value_loss": "critic/loss", "value_clip_fraction": "critic/clip_fraction",

@@ -41,6 +41,7 @@ class Inputs:
         model: the actor's shape.
         ends: what ends a response: the tokenizer's and the model's ends, and generation.stop.
         reward_function: with its workers running; None where a reward model scores, or nothing does.
+        cost_function: likewise of costs (safe_rlhf).
         estimator, policy_loss: those of the algorithm, the user's own files run; None where nothing is scored.
     """
 
@@ -51,6 +52,7 @@ class Inputs:
     reward_function: RewardFunction | None
     estimator: Estimator | None = None
     policy_loss: PolicyLoss | None = None
+    cost_function: RewardFunction | None = None
 
     @classmethod
     def read(cls, config: Config, tokenizer: Tokenizer | None = None, *, scores: bool = True,
@@ -76,13 +78,15 @@ class Inputs:
             require_cache(config, model, config.data.max_prompt_length)
             require_weights("model.critic.path", config.model.critic.path, Head.VALUE)
             require_weights("model.reward_model.path", config.model.reward_model.path, Head.SCORE)
+            require_weights("model.cost_model.path", config.model.cost_model.path, Head.SCORE)
+            require_weights("model.cost_critic.path", config.model.cost_critic.path, Head.VALUE)
         ends = response_ends(config.generation.stop, opened, model)
         if config.generation.engine is EngineName.VLLM:
             require_vllm(config, ends)
         if not scores:
             return cls(config, opened, model, ends, None)
         functions = _algorithm_functions(with_recipe(config).algorithm)
-        return cls(config, opened, model, ends, _reward_function(config), *functions)
+        return cls(config, opened, model, ends, _reward_function(config), *functions, _cost_function(config))
 
 
 def require_cache(config: Config, model: ModelConfig, longest_prompt: int) -> None:
@@ -187,6 +191,11 @@ def _algorithm_functions(algorithm: AlgorithmConfig) -> tuple[Estimator, PolicyL
     """Of an algorithm with nothing left open."""
     assert algorithm.advantage is not None and algorithm.policy_loss is not None
     return find_estimator(algorithm.advantage), find_policy_loss(algorithm.policy_loss)
+
+
+def _cost_function(config: Config) -> RewardFunction | None:
+    cost = config.cost
+    return None if cost.function is None else RewardFunction.load(cost.function, timeout_s=cost.timeout_s)
 
 
 def _reward_function(config: Config) -> RewardFunction | None:

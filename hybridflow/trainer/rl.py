@@ -30,6 +30,7 @@ from hybridflow.trainer.partial import PartialRollouts
 from hybridflow.trainer.resampling import Resampling
 from hybridflow.trainer.rollout import Sampler
 from hybridflow.trainer.rollout_source import More, OneStepOff, OnPolicy, RolloutSource
+from hybridflow.trainer.safe_rlhf import Bound, Examples, SafeRlhf
 
 
 class RLTrainer:
@@ -42,9 +43,14 @@ class RLTrainer:
         trace: records one step when it is started.
     """
 
-    def __init__(self, inputs: Inputs, world: World, comm_hook: CommHook | None = None) -> None:
-        """`comm_hook` reduces gradients; None leaves it to the config. Raises ValueError where a model's folder does
-        not hold what its config says.
+    def __init__(self, inputs: Inputs, world: World, comm_hook: CommHook | None = None,
+                 pretraining: Examples | None = None) -> None:
+        """
+        Args:
+            comm_hook: reduces gradients; None leaves it to the config.
+            pretraining: endless batches of pairs for algorithm.safe.pretrain_coef, the same on every rank.
+        Raises:
+            ValueError: a model's folder does not hold what its config says.
         """
         self.inputs, self.world = inputs, world
         self.config, self.tokenizer, self.model = inputs.config, inputs.tokenizer, inputs.model
@@ -55,8 +61,11 @@ class RLTrainer:
         self.sampling = builder.sampling()
         self.roles = self._make_roles(builder)
         self.crew = builder.crew()
-        self.dataflow = Dataflow(self.roles, self._source(builder), builder.advantages(), builder.actor_objective(),
-                                 builder.critic_objective(), self._plan(), self.timer, self.crew)
+        kind = SafeRlhf if self.roles.costs is not None else Dataflow
+        self.dataflow = kind(self.roles, self._source(builder), builder.advantages(), builder.actor_objective(),
+                             builder.critic_objective(), self._plan(), self.timer, self.crew)
+        if isinstance(self.dataflow, SafeRlhf):
+            self.dataflow.bound = Bound(builder.multiplier(), pretraining)
         self.prompts: Sequence[TokenisedPrompt] = ()
         self.batch: Batch | None = None
         self.trouble: str | None = None
@@ -72,6 +81,8 @@ class RLTrainer:
             builder.rewards(),
             critic=builder.critic(updates) if Role.CRITIC in wanted else None,
             reference=builder.reference() if Role.REFERENCE in wanted else None,
+            costs=builder.costs() if Role.COST_CRITIC in wanted else None,
+            cost_critic=builder.cost_critic(updates) if Role.COST_CRITIC in wanted else None,
         )
 
     def _plan(self) -> StepPlan:
@@ -137,11 +148,14 @@ class RLTrainer:
     def close(self) -> None:
         """End the workers of the reward function."""
         self.roles.rewards.close()
+        if self.roles.costs is not None:
+            self.roles.costs.close()
 
     def labels(self) -> dict[int, str]:
         """What each rank is. Example: "actor tp 0, cp 0, dp 1, pp 0; critic"; without roles it generates."""
         actor = self.roles.actor.blueprint.grid
-        others = {"critic": self.roles.critic, "reference": self.roles.reference}
+        others = {"critic": self.roles.critic, "reference": self.roles.reference,
+                  "cost critic": self.roles.cost_critic}
         told: dict[int, str] = {}
         for rank in range(self.world.size):
             found = [f"actor {actor.coord(rank).words()}"] if rank in actor.ranks else []

@@ -316,7 +316,8 @@ def test_files_need_names_and_a_judge():
 
 OUTSIDE = {"must be at least 1": 0, "must not be negative": -1, "must be a finite number that is not negative": -0.5,
            "must be a finite number above 0": 0, "must be a finite number of at least 1": 0.5, "must be above 1": 1,
-           "must lie in [1, 2^32]": 0.5, "must lie in [0, 1]": 1.5, "must lie in [0, 0.5)": 0.5,
+           "must lie in [1, 2^32]": 0.5, "must lie in [0.001, 1000]": 0,
+           "must be a finite number": ".inf", "must lie in [0, 1]": 1.5, "must lie in [0, 0.5)": 0.5,
            "must lie in (0, 1]": 0,
            "must be two numbers in [0, 1)": "[0.9]",
            "must be 0 (greedy) or lie in [1e-6, 1e6]": 1e-9, "must lie in [1e-6, 1e6]": 0,
@@ -351,6 +352,11 @@ SET = {
     "generation.max_staleness": "generation.max_staleness=3", "placement.critic": "placement.critic=0",
     "placement.reference": "placement.reference=0",
     "placement.reward": "placement.reward=0",
+    "algorithm.safe": "algorithm.safe.multiplier=2", "cost": "cost.timeout_s=3",
+    "model.cost_model": "model.cost_model.path=m", "model.cost_critic": "model.cost_critic.path=m",
+    "placement.cost": "placement.cost=0", "placement.cost_critic": "placement.cost_critic=0",
+    "model.cost_model.layout": "model.cost_model.layout.tp=1",
+    "algorithm.safe.pretrain_batch_size": "algorithm.safe.pretrain_batch_size=3",
     "model.reward_model.layout": "model.reward_model.layout.tp=1", "reward": "reward.timeout_s=3",
     "reward.reasoning_gym": "reward.reasoning_gym=partial", "data.train_files": "data.train_files=[a]",
     "data.test_files": "data.test_files=[a]", "data.tasks": "data.tasks=[{name: gcd}]",
@@ -365,9 +371,11 @@ SET = {
     "train.loss_scale_window": "train.loss_scale_window=5",
 }
 GRPO = ["algorithm.name=grpo", "generation.samples_per_prompt=2"]
+SAFE = ["algorithm.name=safe_rlhf", "cost.function=a.py:f"]
 CONDITIONS = [
     GRPO, GRPO, GRPO, [], ["algorithm.policy_loss=reinforce"], ["algorithm.policy_loss=cispo"], [],
-    ["algorithm.correction.level=token"], [], [], [], ["algorithm.kl.where=loss"], [], [],
+    ["algorithm.correction.level=token"], [], [], [], ["algorithm.kl.where=loss"], [],
+    [], ["algorithm.name=safe_rlhf", "model.cost_model.path=m"], SAFE, SAFE, [],
     ["model.reward_model.path=m"],
     ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
     [], [], ["train.micro_batch_tokens=512"], ["train.micro_batch_tokens=512"],
