@@ -11,14 +11,14 @@ from hybridflow.config.batch_math import layout_table, sft_line
 from hybridflow.config.command import Command
 from hybridflow.config.schema import Config
 from hybridflow.data.loader import TokenisedPrompt
-from hybridflow.data.records import DataSplit, prompt_text
-from hybridflow.data.sft import SftLoader, sft_pairs
-from hybridflow.data.token_rows import Overlong
+from hybridflow.data.records import prompt_text
+from hybridflow.data.row_source import RowLoader, data_metrics
+from hybridflow.data.sft import SftExample
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.parallel.world import World
 from hybridflow.trainer.activations import activation_line
-from hybridflow.trainer.inputs import Inputs
-from hybridflow.trainer.prompts import held_out_prompts, read_records, require_same
+from hybridflow.trainer.inputs import Inputs, chat_format
+from hybridflow.trainer.prompts import RunData, held_out_prompts, read_records, require_same_data, training_pairs
 from hybridflow.trainer.run import Run, RunParts
 from hybridflow.trainer.supervised import SupervisedTrainer
 
@@ -28,28 +28,28 @@ def prepare(config: Config) -> Job:
     records = read_records(config)
     inputs = Inputs.read(config, _new_tokenizer(config, records), scores=config.evaluation.every_steps is not None)
     vocab_size = inputs.model.vocab_size
-    loader = SftLoader(sft_pairs(records.train), inputs.tokenizer, config.train.global_batch_size, config.train.seed,
-                       config.data.shuffle, config.data.max_prompt_length + config.generation.max_new_tokens,
-                       Overlong(config.data.overlong.value), vocab_size)
+    loader = training_pairs(config, records, inputs.tokenizer, vocab_size)
     held_out = held_out_prompts(config, records, inputs.tokenizer, vocab_size)
     return partial(_run, inputs, records, loader, held_out)
 
 
-def _run(inputs: Inputs, records: DataSplit, loader: SftLoader, held_out: tuple[TokenisedPrompt, ...]) -> None:
+def _run(inputs: Inputs, records: RunData, loader: RowLoader[SftExample], held_out: tuple[TokenisedPrompt, ...]
+         ) -> None:
     config = inputs.config
     with closing(World.from_env(config.train.timeout_s)) as world, closing(SupervisedTrainer(inputs, world)) as trainer:
-        require_same(world, (*records.train, *records.test))
+        require_same_data(world, records)
         whole = Run(config, world, f"supervised training, world size {world.size}", config.sft.steps)
         if world.rank == 0 and _makes_tokenizer(config):
             inputs.tokenizer.save(Path(config.model.tokenizer).parent)
         whole.view.say(sft_line(config, world.size))
         whole.view.say(layout_table(config, world.size, Command.SFT))
         whole.view.say(activation_line(config, world.size, trainer.model, command=Command.SFT))
-        if loader.num_dropped:
-            whole.view.say(f"{loader.num_dropped} of {len(records.train)} pairs are too long and were dropped.")
+        if (sentence := loader.counts.sentence(loader.num_rows, "pairs")) is not None:
+            whole.view.say(sentence)
         whole.fit(RunParts(
-            step=lambda: trainer.step(next(loader)), export=trainer.export, trace=trainer.trace, timer=trainer.timer,
-            grid=trainer.actor.engine.mesh.grid, stop_at_accuracy=config.sft.stop_at_accuracy,
+            step=lambda: trainer.step(next(loader)) | data_metrics(loader), export=trainer.export,
+            trace=trainer.trace, timer=trainer.timer, grid=trainer.actor.engine.mesh.grid,
+            stop_at_accuracy=config.sft.stop_at_accuracy,
             evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
         ))
 
@@ -59,11 +59,11 @@ def _makes_tokenizer(config: Config) -> bool:
     return path is not None and config.sft.tokenizer_vocab_size is not None and not Path(path).exists()
 
 
-def _new_tokenizer(config: Config, records: DataSplit) -> Tokenizer | None:
+def _new_tokenizer(config: Config, records: RunData) -> Tokenizer | None:
     """A sentencepiece tokenizer trained on the data where the configured one is missing, alike on every rank."""
     if not _makes_tokenizer(config):
         return None
     from hybridflow.data.sentencepiece_tokenizer import train_sentencepiece
 
     lines = [line for record in records.train for line in (prompt_text(record.prompt), record.ground_truth)]
-    return train_sentencepiece(lines, config.sft.tokenizer_vocab_size)
+    return train_sentencepiece(lines, config.sft.tokenizer_vocab_size, chat=chat_format(config))

@@ -41,18 +41,25 @@ TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient
             "train.schedule", "train.recompute", "train.recompute_layers", "train.zero_stage",
             "train.reduce_bucket_mb", "train.reduce_dtype", "train.loss_scale", "train.loss_scale_window",
             "train.max_nonfinite_steps", "train.offload", "train.optimizer",
-            "algorithm.loss_reduction", "algorithm.constant_length", "model.reward_model", "reward",
+            "algorithm.loss_reduction", "algorithm.constant_length",
             "generation.reshard_bucket_mb", "generation.weights", "generation.reshard_check", "logging.wandb",
-            "logging.tensorboard", "logging.samples", "logging.progress", "logging.trace_step",
-            "evaluation.every_steps", "checkpoint", "sft")
+            "logging.tensorboard", "logging.samples", "logging.progress", "logging.trace_step", "logging.verl_names",
+            "evaluation.every_steps", "checkpoint", "sft", "data.shuffle_buffer")
+JUDGING = ("model.reward_model", "reward", "evaluation.samples_per_prompt", "evaluation.temperature",
+           "evaluation.top_k", "evaluation.top_p", "evaluation.min_p", "evaluation.save_answers")
+SAMPLING = ("generation.samples_per_prompt", "generation.temperature", "generation.top_k", "generation.top_p",
+            "generation.min_p")
+# Of the data, what a prompt is made with wherever it comes from.
+PROMPTS = ("data.source", "data.mixture", "data.tasks", "data.test_tasks", "data.train_files", "data.test_files",
+           "data.size", "data.test_size", "data.prompts_per_step", "data.max_prompt_length", "data.overlong",
+           "data.prompt_template", "data.shuffle", "data.streaming", "data.shuffle_buffer")
 NO_SPEC = Idle(_starts_from_a_folder, ("model.spec",), "has no effect where model.path is given",
                "remove one of the two")
 UNREAD: dict[Command, tuple[Idle, ...]] = {
     Command.TRAIN: (Idle(_always, ("sft",), "has no effect in train", "remove it"),),
     Command.SFT: (
-        Idle(_always, (*LEARNING, "generation.samples_per_prompt", "generation.temperature", "generation.top_k",
-                       "generation.top_p", "generation.min_p", "generation.batch_invariant", "logging.samples"),
-             "has no effect in sft, which learns from given answers and is evaluated greedily", "remove it"),
+        Idle(_always, (*LEARNING, *SAMPLING, "generation.batch_invariant", "logging.samples"),
+             "has no effect in sft, which learns from given answers and is evaluated as evaluation says", "remove it"),
         Idle(lambda c: c.model.reward_model.path is None,
              ("train.forward_micro_batch_size", "train.forward_micro_batch_tokens"),
              "has no effect in sft without a reward model", "remove it"),
@@ -60,9 +67,7 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
              "has no effect in sft without an evaluation", "give evaluation.every_steps"),
     ),
     Command.API: (
-        Idle(_always, ("data.source", "data.test_tasks", "data.train_files", "data.test_files", "data.size",
-                       "data.test_size", "data.prompts_per_step", "data.max_prompt_length", "data.overlong",
-                       "data.prompt_template", "data.shuffle"),
+        Idle(_always, tuple(key for key in PROMPTS if key != "data.tasks"),
              "has no effect with init_trainer, which is given its batches", "remove it"),
         Idle(_judged_otherwise, ("data.tasks",),
              "has no effect with init_trainer where other rewards than the tasks' own are given", "remove it"),
@@ -70,17 +75,27 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
              "has no effect with init_trainer, whose steps and exports are the caller's", "remove it"),
     ),
     Command.GENERATE: (
-        Idle(_always, (*LEARNING, *TRAINING, "train.layout", "generation.layout.within_node", "data.shuffle"),
-             "has no effect in generate", "remove it"),
+        Idle(_always, (*LEARNING, *TRAINING, *JUDGING, "train.layout", "generation.layout.within_node",
+                       "data.shuffle"), "has no effect in generate", "remove it"),
+        NO_SPEC,
+    ),
+    Command.EVALUATE: (
+        Idle(_always, (*LEARNING, *(key for key in TRAINING if "forward" not in key), *SAMPLING,
+                       "generation.layout.within_node", "data.shuffle"),
+             "has no effect in evaluate", "remove it"),
+        Idle(lambda c: c.model.reward_model.path is None,
+             ("train.layout", "train.forward_micro_batch_size", "train.forward_micro_batch_tokens"),
+             "has no effect in evaluate without a reward model", "remove it"),
         NO_SPEC,
     ),
     Command.COMPLETE: (
-        Idle(_always, (*LEARNING, *TRAINING, "train.layout", "generation.layout.within_node", "data", "evaluation"),
+        Idle(_always, (*LEARNING, *TRAINING, *JUDGING, *PROMPTS, "train.layout", "generation.layout.within_node",
+                       "evaluation"),
              "has no effect in generate --prompts", "remove it"),
         NO_SPEC,
     ),
     Command.EXPORT: (
-        Idle(_always, (*LEARNING, *TRAINING, "train.layout.sequence_parallel", "generation", "data",
+        Idle(_always, (*LEARNING, *TRAINING, *JUDGING, "train.layout.sequence_parallel", "generation", "data",
                        "evaluation.prompts"), "has no effect in export", "remove it"),
         NO_SPEC,
     ),

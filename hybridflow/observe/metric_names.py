@@ -86,6 +86,13 @@ _CRITIC = (
     MetricInfo("critic/lr", "1", "The critic's learning rate at the last optimizer step.", "-"),
     MetricInfo("critic/loss_scale", "1", "The critic's loss scale for the next optimizer step (fp16).", "-"),
 )
+_DATA = (
+    MetricInfo("data/epoch", "count", "Times that all training rows have been gone through; in a mixture the rows of "
+               "every source.", "-"),
+    MetricInfo("data/dropped", "count", "Training rows left out because they are too long: of all rows, of streamed "
+               "ones of those met so far.", "-"),
+    MetricInfo("data/truncated", "count", "Training rows cut because they are too long, counted in the same way.", "-"),
+)
 _ADVANTAGE = (
     MetricInfo("advantage/mean", "reward", "Advantage before normalisation.", _TOKENS),
     MetricInfo("advantage/std", "reward", "Standard deviation of the advantages before normalisation.", _TOKENS),
@@ -121,7 +128,7 @@ _RUN = (
                "not finite or no token was trained.", "-"),
 )
 
-METRICS: tuple[MetricInfo, ...] = (*_REWARD, *_ROLLOUT, *_POLICY, *_CRITIC, *_ADVANTAGE, *_SUPERVISED, *_RUN)
+METRICS: tuple[MetricInfo, ...] = (*_REWARD, *_ROLLOUT, *_POLICY, *_CRITIC, *_DATA, *_ADVANTAGE, *_SUPERVISED, *_RUN)
 
 
 def find_metric(name: str) -> MetricInfo | None:

@@ -313,7 +313,7 @@ def test_files_need_names_and_a_judge():
 
 OUTSIDE = {"must be at least 1": 0, "must not be negative": -1, "must be a finite number that is not negative": -0.5,
            "must be a finite number above 0": 0, "must lie between 0 and 1": 1, "must be above 1": 1,
-           "must lie in [1, 2^32]": 0.5, "must lie in [0, 1]": 1.5, "must lie in (0, 1]": 0,
+           "must lie in [1, 2^32]": 0.5, "must lie in [1, 256]": 257, "must lie in [0, 1]": 1.5, "must lie in (0, 1]": 0,
            "must be two numbers in [0, 1)": "[0.9]",
            "must be 0 (greedy) or lie in [1e-6, 1e6]": 1e-9, "must lie in [1e-6, 1e6]": 0,
            "weights are split by tensor and pipeline parallelism here, not by ZeRO": 3,
@@ -353,11 +353,22 @@ SET = {
     "train.forward_micro_batch_size": "train.forward_micro_batch_size=4",
     "train.recompute_layers": "train.recompute_layers=1", "train.loss_scale": "train.loss_scale=2.0",
     "train.loss_scale_window": "train.loss_scale_window=5",
+    "data.mixture": "data.mixture=[{task: gcd}]",
+    "data.streaming": "data.streaming=true",
+    "data.shuffle_buffer": "data.shuffle_buffer=5",
+    "evaluation.samples_per_prompt": "evaluation={every_steps: null, samples_per_prompt: 4, temperature: 1.0}",
+    "evaluation.temperature": "evaluation.temperature=0.5", "evaluation.save_answers": "evaluation.save_answers=true",
+    "evaluation.top_k": "evaluation.top_k=5", "evaluation.top_p": "evaluation.top_p=0.5",
+    "evaluation.min_p": "evaluation.min_p=0.5",
 }
 CONDITIONS = [
     ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], ["algorithm.kl.where=loss"], [], [],
     ["model.reward_model.path=m"],
     ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
+    ["data.source=mixture", "data.mixture=[{task: chain_sum}]"],
+    ["data.source=mixture", "data.mixture=[{task: chain_sum}]"],
+    ["data.source=mixture", "data.mixture=[{files: [a]}]", "reward.function=a.py:f"], [], [], [],
+    ["evaluation.every_steps=null"], [],
     [], [], ["train.micro_batch_tokens=512"], ["train.micro_batch_tokens=512"],
     ["train.forward_micro_batch_tokens=512"], [], [],
 ]

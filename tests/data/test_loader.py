@@ -11,30 +11,7 @@ from hybridflow.data.records import PromptRecord, TextPair, fingerprint
 from hybridflow.data.sentencepiece_tokenizer import train_sentencepiece
 from hybridflow.data.sft import SftLoader, sft_pairs
 from hybridflow.data.token_rows import Overlong
-
-
-class CharacterTokenizer:
-    """Code points as ids; a prompt starts with 1, 2 ends a response."""
-
-    vocab_size = 128
-    eos_id = 2
-    stop_ids = (2,)
-
-    def encode(self, text):
-        return [ord(character) for character in text]
-
-    def decode(self, ids):
-        return "".join(chr(i) for i in ids if i > 2)
-
-    def encode_prompt(self, prompt):
-        return [1, *self.encode(prompt)]
-
-    def encode_prompts(self, prompts):
-        return [self.encode_prompt(prompt) for prompt in prompts]
-
-
-def records(texts):
-    return [PromptRecord("s", text, text[::-1], origin=f"f.jsonl row {i}") for i, text in enumerate(texts, start=1)]
+from tests.data.characters import CharacterTokenizer, records, take
 
 
 def loader(count=10, prompts_per_step=3, seed=0, **options):
@@ -44,10 +21,6 @@ def loader(count=10, prompts_per_step=3, seed=0, **options):
 
 def ids_of(batches):
     return [[prompt.id for prompt in batch] for batch in batches]
-
-
-def take(source, count):
-    return [next(source) for _ in range(count)]
 
 
 def test_batches_walk_on_through_the_epochs_end():
