@@ -17,6 +17,7 @@ from hybridflow.data.sft import SftExample
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.parallel.world import World
 from hybridflow.trainer.activations import activation_line
+from hybridflow.trainer.evaluate import answer_lines
 from hybridflow.trainer.inputs import Inputs, chat_format
 from hybridflow.trainer.prompts import RunData, held_out_prompts, read_records, require_same_data, training_pairs
 from hybridflow.trainer.run import Run, RunParts
@@ -46,11 +47,12 @@ def _run(inputs: Inputs, records: RunData, loader: RowLoader[SftExample], held_o
         whole.view.say(activation_line(config, world.size, trainer.model, command=Command.SFT))
         if (sentence := loader.counts.sentence(loader.num_rows, "pairs")) is not None:
             whole.view.say(sentence)
+        evaluator = None if config.evaluation.every_steps is None else trainer.evaluator(held_out)
         whole.fit(RunParts(
             step=lambda: trainer.step(next(loader)) | data_metrics(loader), export=trainer.export,
             trace=trainer.trace, timer=trainer.timer, grid=trainer.actor.engine.mesh.grid,
             stop_at_accuracy=config.sft.stop_at_accuracy,
-            evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
+            evaluate=evaluator, answers=lambda: answer_lines(evaluator.answers) if evaluator else [],
         ))
 
 

@@ -12,6 +12,7 @@ from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.row_source import RowLoader, data_metrics
 from hybridflow.parallel.world import World
 from hybridflow.trainer.activations import activation_line
+from hybridflow.trainer.evaluate import answer_lines
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.prompts import RunData, held_out_prompts, read_records, require_same_data, training_prompts
 from hybridflow.trainer.rl import RLTrainer
@@ -39,10 +40,11 @@ def _run(inputs: Inputs, records: RunData, loader: RowLoader[TokenisedPrompt], h
         whole.view.say(activation_line(config, world.size, trainer.model))
         if (sentence := loader.counts.sentence(loader.num_rows, "prompts")) is not None:
             whole.view.say(sentence)
+        evaluator = None if config.evaluation.every_steps is None else trainer.evaluator(held_out)
         whole.fit(RunParts(
             step=lambda: trainer.step(next(loader)) | data_metrics(loader), export=trainer.export,
             trace=trainer.trace, timer=trainer.timer, grid=trainer.roles.actor.engine.mesh.grid,
-            evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
+            evaluate=evaluator, answers=lambda: answer_lines(evaluator.answers) if evaluator else [],
             samples=lambda: trainer.samples(config.logging.samples),
             trouble=lambda: trainer.roles.rewards.last_fault,
         ))

@@ -6,9 +6,9 @@ on a role is work for that role's ranks; the batch moves itself to where a role 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,13 @@ class RewardSource(Protocol):
     Attributes:
         right_score: that of a right answer, None where no answer is simply right.
         last_fault: a sentence on the faults of the last call, None if there were none.
+        last_extras: what was reported beside each score of the last call, for the rows at home here; () where nothing
+            ever is.
     """
 
     right_score: float | None
     last_fault: str | None
+    last_extras: Sequence[Mapping[str, Any]]
 
     def score(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Tensor, Metrics]:
         """Scores `[rows]` fp64, equal on every rank, NaN where the reward failed; and metrics. Collective.

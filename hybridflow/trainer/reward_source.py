@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class FunctionRewards:
     Attributes:
         right_score: the reward of a right answer, less rounding.
         last_fault: what went wrong in the last `score`, the same sentence on every rank; None if nothing did.
+        last_extras: what the function reported beside the scores of the last `score`, for the rows at home here.
     """
 
     right_score = 1.0 - 1e-9
@@ -37,6 +39,7 @@ class FunctionRewards:
     def __init__(self, function: RewardFunction, tokenizer: Tokenizer, ends: ResponseEnds, world: World) -> None:
         self.function, self.tokenizer, self.ends, self.world = function, tokenizer, ends, world
         self.last_fault: str | None = None
+        self.last_extras: Sequence[Mapping[str, Any]] = ()
 
     def score(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Tensor, dict[str, float]]:
         """Scores `[rows]` fp64 on every rank, NaN where the function failed; its faults and extras as metrics."""
@@ -44,6 +47,7 @@ class FunctionRewards:
         requests = [self._request(prompts[batch.groups[row]], sample.response)
                     for row, sample in zip(mine, batch.samples)]
         result = self.function.score(requests)
+        self.last_extras = result.extras
         table = torch.zeros(batch.num_rows, dtype=torch.float64)
         table[mine] = result.scores
         scores = sum_over_world(table.to(self.world.device), self.world)
@@ -78,6 +82,7 @@ class ModelRewards:
     """A sequence classifier scores every row at its last token. It has no faults to tell: `last_fault` is None."""
 
     last_fault: str | None = None
+    last_extras: Sequence[Mapping[str, Any]] = ()
     right_score: float | None = None  # its scores have no scale on which an answer is right
 
     def __init__(self, role: ScoringRole) -> None:

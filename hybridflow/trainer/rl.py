@@ -19,7 +19,7 @@ from hybridflow.parallel.world import World
 from hybridflow.response_text import answer_text
 from hybridflow.trainer.build import Builder, rl_updates
 from hybridflow.trainer.dataflow import Dataflow, Metrics, Roles, StepPlan
-from hybridflow.trainer.evaluate import Evaluator
+from hybridflow.trainer.evaluate import Evaluator, make_evaluator
 from hybridflow.trainer.export import export_actor
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.rollout import Sampler
@@ -89,8 +89,8 @@ class RLTrainer:
                 for row, record in zip(wanted, records, strict=True)]
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Evaluator:
-        """What asks the current actor `prompts`, greedily."""
-        return Evaluator(self.roles.sampler, self.roles.rewards, prompts, self.sampling)
+        """What asks the current actor `prompts`, as the evaluation block says."""
+        return make_evaluator(self.inputs, self.roles.sampler, self.roles.rewards, prompts, self.sampling)
 
     def export(self, folder: Path) -> None:
         """Write the actor and its tokenizer in Hugging Face's form."""

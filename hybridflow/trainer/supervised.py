@@ -18,7 +18,7 @@ from hybridflow.parallel.world import World
 from hybridflow.target_rows import TargetRows
 from hybridflow.trainer.build import Builder
 from hybridflow.trainer.dataflow import RewardSource
-from hybridflow.trainer.evaluate import Evaluator
+from hybridflow.trainer.evaluate import Evaluator, make_evaluator
 from hybridflow.trainer.export import export_actor
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.roles import response_counts
@@ -55,11 +55,11 @@ class SupervisedTrainer:
                           "perf/tokens_per_second": tokens / metrics["time/step"]}
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Evaluator:
-        """What asks the current actor `prompts`, greedily, on the generation layout."""
+        """What asks the current actor `prompts`, as the evaluation block says, on the generation layout."""
         sampler = Sampler(self.builder.hybrid(self.actor), self.config.train.seed, self.timer,
                           self.trace.lane(TraceCategory.RESHARD), self.builder.balance)
         self.rewards = self.builder.rewards()
-        return Evaluator(sampler, self.rewards, prompts, self.builder.sampling())
+        return make_evaluator(self.builder.inputs, sampler, self.rewards, prompts, self.builder.sampling())
 
     def close(self) -> None:
         """End the workers of the reward function, if any."""

@@ -313,8 +313,8 @@ def test_files_need_names_and_a_judge():
 
 OUTSIDE = {"must be at least 1": 0, "must not be negative": -1, "must be a finite number that is not negative": -0.5,
            "must be a finite number above 0": 0, "must lie between 0 and 1": 1, "must be above 1": 1,
-           "must lie in [1, 2^32]": 0.5, "must lie in [1, 256]": 257, "must lie in [0, 1]": 1.5, "must lie in (0, 1]": 0,
-           "must be two numbers in [0, 1)": "[0.9]",
+           "must lie in [1, 2^32]": 0.5, "must lie in [1, 256]": 257, "must lie in [0, 1]": 1.5,
+           "must lie in (0, 1]": 0, "must be two numbers in [0, 1)": "[0.9]",
            "must be 0 (greedy) or lie in [1e-6, 1e6]": 1e-9, "must lie in [1e-6, 1e6]": 0,
            "weights are split by tensor and pipeline parallelism here, not by ZeRO": 3,
            "is no accuracy that can be reached": 1.5, "is too small for a vocabulary": 5}
