@@ -77,6 +77,24 @@ def test_the_config_of_a_run_serves_to_ask_and_to_export_it(runs: Path, tmp_path
         assert "read at tp 1 x pp 1" in capsys.readouterr().out
 
 
+def test_a_model_is_evaluated_without_training(runs: Path, tmp_path: Path):
+    keys = [str(runs / "ppo" / "config.yaml"), f"model.path={runs}/ppo/export"]
+    assert main(["evaluate", *keys, f"logging.dir={tmp_path / 'greedy'}"]) == 0
+    greedy = json.loads((tmp_path / "greedy" / "evaluation.json").read_text())
+    last = read_metrics(runs / "ppo" / "metrics.jsonl")[-1]
+    assert {name: greedy[name] for name in ("eval/accuracy", "eval/reward_mean")} == {
+        name: last[name] for name in ("eval/accuracy", "eval/reward_mean")}
+    assert not (tmp_path / "greedy" / "evaluations.jsonl").exists()
+    sampled = "evaluation={samples_per_prompt: 3, temperature: 1.0, save_answers: true}"
+    assert main(["evaluate", *keys, f"logging.dir={tmp_path / 'three'}", sampled]) == 0
+    three = json.loads((tmp_path / "three" / "evaluation.json").read_text())
+    check_names(three)
+    assert three["eval/mean@3"] == three["eval/spell_backward/mean@3"] <= three["eval/spell_backward/best@3"]
+    lines = [json.loads(line) for line in (tmp_path / "three" / "evaluations.jsonl").read_text().splitlines()]
+    assert len(lines) == 48 and len({(line["prompt"], line["answer"]) for line in lines}) > 16
+    assert three["eval/reward_mean"] == pytest.approx(sum(line["reward"] for line in lines) / 48)
+
+
 def test_the_export_opens_in_transformers_with_the_same_logits_and_greedy_text(runs: Path, tmp_path: Path):
     folder = runs / "ppo" / "export"
     greedy = ["generation.temperature=0", f"model.path={folder}", f"logging.dir={tmp_path}", "model.spec=null",
