@@ -12,9 +12,10 @@ from hybridflow.config.command import Command
 from hybridflow.config.schema import Config
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import prompt_text
-from hybridflow.data.row_source import RowLoader, data_metrics
+from hybridflow.data.row_source import RowLoader
 from hybridflow.data.sft import SftExample
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.train_source import data_metrics
 from hybridflow.parallel.world import World
 from hybridflow.trainer.activations import activation_line
 from hybridflow.trainer.evaluate import answer_lines

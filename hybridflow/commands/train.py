@@ -9,7 +9,8 @@ from hybridflow.commands.job import Job
 from hybridflow.config.batch_math import layout_table
 from hybridflow.config.schema import Config
 from hybridflow.data.loader import TokenisedPrompt
-from hybridflow.data.row_source import RowLoader, data_metrics
+from hybridflow.data.row_source import RowLoader
+from hybridflow.data.train_source import data_metrics
 from hybridflow.parallel.world import World
 from hybridflow.trainer.activations import activation_line
 from hybridflow.trainer.evaluate import answer_lines

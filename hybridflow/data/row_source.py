@@ -66,9 +66,3 @@ class RowLoader(RowSource[Item], Protocol[Item]):
     def __next__(self) -> tuple[Item, ...]:
         """The items of the next step."""
         ...
-
-
-def data_metrics(loader: RowSource[Any]) -> dict[str, float]:
-    """How far the data have been gone through, and what was too long."""
-    return {"data/epoch": float(loader.epoch), "data/dropped": float(loader.counts.dropped),
-            "data/truncated": float(loader.counts.truncated)}

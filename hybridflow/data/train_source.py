@@ -15,7 +15,7 @@ from hybridflow.data.loader import PromptLoader, TokenisedPrompt
 from hybridflow.data.mixture import MixedLoader
 from hybridflow.data.records import PromptRecord
 from hybridflow.data.row_files import RowFiles
-from hybridflow.data.row_source import Numbering, RowLoader
+from hybridflow.data.row_source import Numbering, RowLoader, RowSource
 from hybridflow.data.sft import SftExample, SftLoader, sft_pairs
 from hybridflow.data.streamed import Make, StreamedLoader, pair_maker, prompt_maker
 from hybridflow.data.tokenizer import Tokenizer
@@ -90,3 +90,12 @@ def _loader(sources: Sequence[TrainSource], how: Loading, held: Callable[..., An
     if len(sources) == 1:
         return made[sources[0].name]
     return MixedLoader(made, [source.weight for source in sources], how.per_step, how.seed)
+
+
+def data_metrics(loader: RowSource[Any]) -> dict[str, float]:
+    """How far the data have been gone through, and what was too long; of a mixture the epochs of every source too."""
+    metrics = {"data/epoch": float(loader.epoch), "data/dropped": float(loader.counts.dropped),
+               "data/truncated": float(loader.counts.truncated)}
+    if isinstance(loader, MixedLoader):
+        metrics |= {f"data/epoch_{name}": float(source.epoch) for name, source in loader.sources.items()}
+    return metrics

@@ -111,6 +111,7 @@ _CRITIC = (
 _DATA = (
     MetricInfo("data/epoch", "count", "Times that all training rows have been gone through; in a mixture the rows of "
                "every source.", "-"),
+    MetricInfo("data/epoch_*", "count", "The same of one source of a mixture.", "-"),
     MetricInfo("data/dropped", "count", "Training rows left out because they are too long: of all rows, of streamed "
                "ones of those met so far.", "-"),
     MetricInfo("data/truncated", "count", "Training rows cut because they are too long, counted in the same way.", "-"),

@@ -73,9 +73,9 @@ def _accuracy(records: Sequence[MetricRecord]) -> str:
     best = max(evaluated, key=lambda record: record["eval/accuracy"])
     top = best["eval/accuracy"]
     if len(evaluated) == 1:
-        return f"Held-out greedy accuracy was {last:.3f}."
+        return f"Held-out accuracy was {last:.3f}."
     where = "" if top == last else f", and was best at step {best['step']} ({top:.3f})"
-    return f"Held-out greedy accuracy went from {first:.3f} to {last:.3f}{where}."
+    return f"Held-out accuracy went from {first:.3f} to {last:.3f}{where}."
 
 
 def _drift(records: Sequence[MetricRecord]) -> str:

@@ -1,4 +1,4 @@
-"""Chats as the data block wants them: a template of one's own, a system prompt, words for the template; each checked."""
+"""Chats as the data block wants them: another template, a system prompt, words for the template; each is checked."""
 
 import pytest
 

@@ -129,7 +129,8 @@ def test_bad_files(tmp_path):
 @pytest.mark.parametrize("write, file_format", [(write_jsonl, FileFormat.JSONL), (write_parquet, FileFormat.PARQUET)])
 def test_the_whole_schema(tmp_path, write, file_format):
     """Columns without a meaning here are ignored, extra_info is passed on whole, another style than rule is kept."""
-    info = {"split": "train", "index": 7, "need_tools_kwargs": False, "tools_kwargs": {"calc": {"max": 2}}, "tags": ["a"]}
+    info = {"split": "train", "index": 7, "need_tools_kwargs": False, "tools_kwargs": {"calc": {"max": 2}},
+            "tags": ["a"]}
     rows = [{**ROWS[0], "extra_info": info, "images": [], "videos": None, "agent_name": "single_turn", "uid": 5},
             {**ROWS[0], "reward_model": {"style": "model", "ground_truth": "5"}, "extra_info": {"index": 8}}]
     first, second = read_prompt_files([write(tmp_path / "a.data", rows)], file_format)

@@ -7,8 +7,8 @@ import pytest
 
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import Config
-from hybridflow.data.row_source import data_metrics
 from hybridflow.data.tokenizer import open_tokenizer
+from hybridflow.data.train_source import data_metrics
 from hybridflow.parallel.world import World
 from hybridflow.trainer.prompts import (
     held_out_prompts,
@@ -107,6 +107,9 @@ def test_a_mixture_of_files_and_tasks(tmp_path: Path, streaming: bool):
     assert len({prompt.id for prompt in prompts}) == 160
     of_first = sum(prompt.record.prompt in ("10", "11", "12") for prompt in prompts)
     of_task = sum(prompt.record.prompt.endswith("!") for prompt in prompts)
+    assert data_metrics(loader)["data/epoch_sums"] == of_first // 3 and {
+        name for name in data_metrics(loader) if name.startswith("data/epoch")} == {
+        "data/epoch", "data/epoch_sums", "data/epoch_count_bits", "data/epoch_sums_2"}
     assert 0.4 < of_first / 160 < 0.6 and 0.15 < of_task / 160 < 0.35
     asked = held_out_prompts(config, records, tokenizer, tokenizer.vocab_size)
     assert [prompt.record.data_source for prompt in asked] == ["held", "count_bits", "held", "count_bits", "count_bits"]
