@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hybridflow.batch import Batch
-from hybridflow.config.schema import EvaluationConfig
+from hybridflow.config.data_schema import EvaluationConfig
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import prompt_text
 from hybridflow.exchange import share_json

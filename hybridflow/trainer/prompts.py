@@ -14,7 +14,8 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.schema import Config, MixtureConfig, TaskConfig
+from hybridflow.config.data_schema import MixtureConfig, TaskConfig
+from hybridflow.config.schema import Config
 from hybridflow.config.words import DataSource
 from hybridflow.data.lengths import LengthRule
 from hybridflow.data.loader import TokenisedPrompt, fit_prompts, tokenise_prompts

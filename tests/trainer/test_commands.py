@@ -98,7 +98,8 @@ def test_a_model_is_evaluated_without_training(runs: Path, tmp_path: Path):
 
 def test_a_run_on_a_mixture_that_is_streamed_cut_and_logged_as_verl_logs(runs: Path, tmp_path: Path):
     rows = [{"data_source": "words", "prompt": word, "reward_model": {"ground_truth": word[::-1]},
-             "ability": "spelling", "extra_info": {"index": i}} for i, word in enumerate(("abc=", "a long one: def=", "xyz="))]
+             "ability": "spelling", "extra_info": {"index": i}}
+            for i, word in enumerate(("abc=", "a long one: def=", "xyz="))]
     (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "held.jsonl").write_text(json.dumps(rows[0] | {"prompt": "bca="}))
     (tmp_path / "exact.py").write_text("def score(data_source, solution_str, ground_truth, extra_info):\n"
