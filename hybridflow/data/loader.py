@@ -93,7 +93,7 @@ class PromptLoader:
         return tuple(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """{"epoch", "index"} of the next prompt."""
+        """{"seed", "epoch", "index"} of the next prompt."""
         return self.cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:

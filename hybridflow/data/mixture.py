@@ -81,7 +81,7 @@ class MixedLoader(Generic[Item]):
         return tuple(next(taken[name]) for name in names)
 
     def state_dict(self) -> State:
-        """The next place, and the position of every source by its name."""
+        """The next place, and the position of every source by its name (each with the seed that all share)."""
         return {"place": self.place, "sources": {name: one.state_dict() for name, one in self.sources.items()}}
 
     def load_state_dict(self, state: State) -> None:

@@ -114,7 +114,7 @@ class SftLoader:
         return tuple(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """{"epoch", "index"} of the next example."""
+        """{"seed", "epoch", "index"} of the next example."""
         return self.cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:

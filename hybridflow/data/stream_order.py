@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from itertools import accumulate, chain, count, islice
 
-from hybridflow.data.epoch_order import Visit, epoch_order
+from hybridflow.data.epoch_order import Visit, checked_position, epoch_order
 
 
 class StreamCursor:
@@ -38,7 +38,9 @@ class StreamCursor:
 
     def take(self) -> Visit:
         """The next visit, of a row that waits."""
-        visit = Visit(self.epoch, self._draw())
+        row, arrived = self._draw()
+        visit = Visit(self.epoch, row)
+        self._arrived += arrived
         self.index += 1
         if self.index == self.num_rows:
             self._seek(self.epoch + 1, 0)
@@ -50,19 +52,15 @@ class StreamCursor:
         return [row for _, row in arrived]
 
     def state_dict(self) -> dict[str, int]:
-        """`index` visits of `epoch` have been made. Example: {"epoch": 0, "index": 6}."""
-        return {"epoch": self.epoch, "index": self.index}
+        """`index` visits of `epoch` have been made. Example: {"seed": 0, "epoch": 0, "index": 6}."""
+        return {"seed": self.seed, "epoch": self.epoch, "index": self.index}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from a saved position; about a second for each million visits of its epoch.
 
-        Raises ValueError if this data has no such position.
+        Raises ValueError if this data has no such position, or its order another seed.
         """
-        epoch, index = state["epoch"], state["index"]
-        if epoch < 0 or not 0 <= index < self.num_rows:
-            raise ValueError(f"data position epoch {epoch}, index {index} is outside this data of {self.num_rows} "
-                             "rows; resume with the data that the run was started with")
-        self._seek(epoch, index)
+        self._seek(*checked_position(state, self.num_rows, self.seed))
 
     def _seek(self, epoch: int, index: int) -> None:
         order = epoch_order(len(self.starts) - 1, self.seed, epoch, self.shuffle)
@@ -71,19 +69,18 @@ class StreamCursor:
         self._waiting = list(islice(self._upcoming, self.buffer))
         self._draws = random.Random(f"shuffle buffer {self.seed} {epoch}")  # see epoch_order on what Python promises
         self.epoch, self.index = epoch, index
-        self._arrived: list[tuple[int, int]] = []
         for _ in range(index):
             self._draw()
         self._arrived = list(self._waiting)
 
-    def _draw(self) -> int:
+    def _draw(self) -> tuple[int, list[tuple[int, int]]]:
+        """A row that waited, and what has come to wait in its place, with its number: nothing at an epoch's end."""
         place = int(self._draws.random() * len(self._waiting))
         _, row = self._waiting[place]
         following = next(self._upcoming, None)
         if following is None:
             self._waiting[place] = self._waiting[-1]
             self._waiting.pop()
-        else:
-            self._waiting[place] = following
-            self._arrived.append(following)
-        return row
+            return row, []
+        self._waiting[place] = following
+        return row, [following]

@@ -59,12 +59,14 @@ def test_a_resumed_run_sees_what_the_straight_run_sees(stop):
 def test_the_state_is_a_position():
     source = loader()
     take(source, 2)
-    assert source.state_dict() == {"epoch": 0, "index": 6}
+    assert source.state_dict() == {"seed": 0, "epoch": 0, "index": 6}
     take(source, 2)
-    assert source.state_dict() == {"epoch": 1, "index": 2}
+    assert source.state_dict() == {"seed": 0, "epoch": 1, "index": 2}
     for state in ({"epoch": 0, "index": 10}, {"epoch": -1, "index": 0}):
         with pytest.raises(ValueError, match="outside this data of 10 rows"):
-            source.load_state_dict(state)
+            source.load_state_dict({"seed": 0, **state})
+    with pytest.raises(ValueError, match="saved under train.seed 3, and this run has 0: .* resume with train.seed 3"):
+        source.load_state_dict({"seed": 3, "epoch": 0, "index": 1})
 
 
 def test_more_prompts_a_step_than_records():

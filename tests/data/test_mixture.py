@@ -91,5 +91,5 @@ def test_pairs_are_mixed_too(tmp_path):
 
 def test_one_source_is_itself(tmp_path):
     one = prompt_loader(sources(tmp_path)[:1], CharacterTokenizer(), how(shuffle=False), {})
-    assert one.state_dict() == {"epoch": 0, "index": 0}
+    assert one.state_dict() == {"seed": 0, "epoch": 0, "index": 0}
     assert [prompt.id for prompt in next(one)] == [0, 1, 2]

@@ -110,7 +110,9 @@ def test_positions_outside_the_data_are_refused():
     cursor = StreamCursor((3, 3), 0, True, 2)
     for state in ({"epoch": 0, "index": 6}, {"epoch": -1, "index": 0}):
         with pytest.raises(ValueError, match="outside this data of 6 rows"):
-            cursor.load_state_dict(state)
+            cursor.load_state_dict({"seed": 0, **state})
+    with pytest.raises(ValueError, match="saved under train.seed 3"):
+        cursor.load_state_dict({"seed": 3, "epoch": 0, "index": 1})
     with pytest.raises(ValueError, match="buffer has 0 rows"):
         StreamCursor((3,), 0, True, 0)
     with pytest.raises(ValueError, match="data set is empty"):
