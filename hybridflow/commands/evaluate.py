@@ -24,13 +24,13 @@ from hybridflow.observe.phases import PhaseTimer
 from hybridflow.observe.trace import Trace, settle_device
 from hybridflow.parallel.mesh import Mesh
 from hybridflow.parallel.world import World
+from hybridflow.trainer.board import Metrics
 from hybridflow.trainer.build import Builder
-from hybridflow.trainer.dataflow import Metrics
 from hybridflow.trainer.engine_options import DTYPES
 from hybridflow.trainer.evaluate import Evaluator, answer_lines, make_evaluator
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.prompts import RunData, held_out_prompts, read_records, require_same_data
-from hybridflow.trainer.rollout import Rollout, answer
+from hybridflow.trainer.rollout import Rollout, begin
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class LoadedModel:
         """Answers; row `i * samples + j` is sample j of prompt i. Collective."""
         config = self.builder.config
         dtype = torch.promote_types(DTYPES[config.train.mixed_precision], torch.float32)
-        return answer(self.generator, self.mesh, prompts, params, samples=samples, seed=config.train.seed, version=None,
-                      dtype=dtype, balance=self.builder.balance)
+        return begin(self.generator, self.mesh, prompts, params, samples=samples, seed=config.train.seed, version=None,
+                     dtype=dtype, balance=self.builder.balance).finish()
 
 
 def prepare(config: Config) -> Job:

@@ -42,10 +42,12 @@ def _run(inputs: Inputs, records: RunData, loader: RowLoader[TokenisedPrompt], h
         if (sentence := loader.counts.sentence(loader.num_rows, "prompts")) is not None:
             whole.view.say(sentence)
         evaluator = None if config.evaluation.every_steps is None else trainer.evaluator(held_out)
+        for _ in range(trainer.steps_ahead):
+            trainer.start(next(loader))
         whole.fit(RunParts(
             step=lambda: trainer.step(next(loader)) | data_metrics(loader), export=trainer.export,
             trace=trainer.trace, timer=trainer.timer, grid=trainer.roles.actor.engine.mesh.grid,
             evaluate=evaluator, answers=lambda: answer_lines(evaluator.answers) if evaluator else [],
             samples=lambda: trainer.samples(config.logging.samples),
-            trouble=lambda: trainer.roles.rewards.last_fault,
+            trouble=lambda: trainer.trouble,
         ))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hybridflow.config.data_schema import DataConfig, EvaluationConfig
-from hybridflow.config.model_schema import LayoutConfig, ModelsConfig
+from hybridflow.config.model_schema import LayoutConfig, ModelsConfig, PlacementConfig
 from hybridflow.config.words import (
     AlgorithmName,
     Decay,
@@ -23,6 +23,7 @@ from hybridflow.config.words import (
     KLWhere,
     LossReduction,
     MixedPrecision,
+    Overlap,
     Recompute,
     ReduceDtype,
     ReshardCheck,
@@ -163,6 +164,8 @@ class GenerationConfig:
     """The actor's generation layout."""
     balance: GenerationBalance = GenerationBalance.OWN
     """Prompts of a replica: own (dealt out beforehand, by length) | shared (taken from one queue as it gets room)."""
+    overlap: Overlap = Overlap.NONE
+    """none (a batch is made by the weights that learn from it) | one_step_off (the next one is made meanwhile)."""
     samples_per_prompt: int = 1
     """Responses drawn for each prompt; a group in grpo."""
     max_new_tokens: int = 64
@@ -315,6 +318,8 @@ class Config:
     """The models."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Training."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """Ranks of the roles."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Rollouts."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

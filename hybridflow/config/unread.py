@@ -34,7 +34,7 @@ def _judged_otherwise(config: Config) -> bool:
 
 LEARNING = ("algorithm.name", "algorithm.gamma", "algorithm.lam", "algorithm.clip", "algorithm.value_clip",
             "algorithm.value_loss_coef", "algorithm.entropy_coef", "algorithm.kl", "algorithm.normalise_advantages",
-            "algorithm.grpo_std_normalise", "model.critic", "model.reference", "train.total_steps",
+            "algorithm.grpo_std_normalise", "model.critic", "model.reference", "placement", "train.total_steps",
             "train.epochs_per_rollout", "train.critic_optimizer", "data.prompts_per_step")
 TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
             "train.forward_micro_batch_size", "train.micro_batch_tokens", "train.forward_micro_batch_tokens",
@@ -42,8 +42,9 @@ TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient
             "train.reduce_bucket_mb", "train.reduce_dtype", "train.loss_scale", "train.loss_scale_window",
             "train.max_nonfinite_steps", "train.offload", "train.optimizer",
             "algorithm.loss_reduction", "algorithm.constant_length",
-            "generation.reshard_bucket_mb", "generation.weights", "generation.reshard_check", "logging.wandb",
-            "logging.tensorboard", "logging.samples", "logging.progress", "logging.trace_step", "logging.verl_names",
+            "generation.reshard_bucket_mb", "generation.weights", "generation.overlap",
+            "generation.reshard_check", "logging.wandb", "logging.tensorboard", "logging.samples",
+            "logging.progress", "logging.trace_step", "logging.verl_names",
             "evaluation.every_steps", "checkpoint", "sft", "data.shuffle_buffer")
 JUDGING = ("model.reward_model", "reward", "evaluation.samples_per_prompt", "evaluation.temperature",
            "evaluation.top_k", "evaluation.top_p", "evaluation.min_p", "evaluation.save_answers")
@@ -58,7 +59,7 @@ NO_SPEC = Idle(_starts_from_a_folder, ("model.spec",), "has no effect where mode
 UNREAD: dict[Command, tuple[Idle, ...]] = {
     Command.TRAIN: (Idle(_always, ("sft",), "has no effect in train", "remove it"),),
     Command.SFT: (
-        Idle(_always, (*LEARNING, *SAMPLING, "generation.batch_invariant", "logging.samples"),
+        Idle(_always, (*LEARNING, *SAMPLING, "generation.batch_invariant", "generation.overlap", "logging.samples"),
              "has no effect in sft, which learns from given answers and is evaluated as evaluation says", "remove it"),
         Idle(lambda c: c.model.reward_model.path is None,
              ("train.forward_micro_batch_size", "train.forward_micro_batch_tokens"),

@@ -68,6 +68,11 @@ class GenerationWeights(Enum):
     PACKED = "packed"
 
 
+class Overlap(Enum):
+    NONE = "none"
+    ONE_STEP_OFF = "one_step_off"
+
+
 class GenerationBalance(Enum):
     OWN = "own"
     SHARED = "shared"

@@ -118,7 +118,7 @@ class StreamedLoader(Generic[Item]):
         return tuple(items)
 
     def state_dict(self) -> State:
-        """{"seed", "epoch", "index", "dropped", "truncated"}: the position of the next row, and what was met before it."""
+        """{"seed", "epoch", "index", "dropped", "truncated"}: the position of the next row, and counts so far."""
         return {**self.cursor.state_dict(), "dropped": self.counts.dropped, "truncated": self.counts.truncated}
 
     def load_state_dict(self, state: State) -> None:

@@ -12,13 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.micro_batch import TokenColumns
 from hybridflow.parallel.collectives import all_reduce
-from hybridflow.parallel.mesh import everyone
-from hybridflow.parallel.world import World
-from hybridflow.trainer.roles import sum_over_world
-
-Metrics = dict[str, float]
+from hybridflow.trainer.board import Metrics
 
 
 @dataclass(frozen=True)
@@ -42,13 +39,14 @@ QUANTITIES = (
 )
 
 
-def batch_metrics(batch: Batch, world: World, *, prompt_limit: int, response_limit: int) -> Metrics:
-    """Metrics of a batch whose advantages have been computed; what its columns do not have is left out. Collective.
+def batch_metrics(batch: Batch, crew: Crew, *, prompt_limit: int, response_limit: int) -> Metrics:
+    """Metrics of a batch whose advantages have been computed; what its columns do not have is left out. Collective
+    over the crew, where all rows are at home.
 
     Args:
         prompt_limit, response_limit: data.max_prompt_length and generation.max_new_tokens, in tokens.
     """
-    return _lengths(batch, prompt_limit, response_limit) | _moments(batch.columns, world)
+    return _lengths(batch, prompt_limit, response_limit) | _moments(batch.columns, crew)
 
 
 def _lengths(batch: Batch, prompt_limit: int, response_limit: int) -> Metrics:
@@ -62,14 +60,14 @@ def _lengths(batch: Batch, prompt_limit: int, response_limit: int) -> Metrics:
     }
 
 
-def _moments(columns: TokenColumns, world: World) -> Metrics:
+def _moments(columns: TokenColumns, crew: Crew) -> Metrics:
     """Every rank takes part in both reductions, whatever it is home to: a column without tokens counts nothing."""
-    values = [_trained(column, columns.loss_mask, world) for column in _columns(columns)]
+    values = [_trained(column, columns.loss_mask, crew) for column in _columns(columns)]
     sums = torch.stack([torch.stack([x.new_tensor(x.numel()), x.sum(), x.square().sum()]) for x in values])
     none = values[0].new_full((1,), -torch.inf)
     ends = torch.stack([torch.stack([torch.cat([none, x]).max(), torch.cat([none, -x]).max()]) for x in values])
-    totals = sum_over_world(sums, world).tolist()
-    extremes = all_reduce(ends, everyone(world), dist.ReduceOp.MAX).tolist()
+    totals = crew.sum(sums).tolist()
+    extremes = all_reduce(ends, crew.group, dist.ReduceOp.MAX).tolist()
     metrics: Metrics = {}
     for quantity, (count, total, squares), (most, least) in zip(QUANTITIES, totals, extremes, strict=True):
         if not count:
@@ -90,8 +88,8 @@ def _columns(columns: TokenColumns) -> list[Tensor | None]:
     return [columns.advantages, columns.returns, columns.old_values, kl, k3, gap]
 
 
-def _trained(column: Tensor | None, mask: Tensor | None, world: World) -> Tensor:
+def _trained(column: Tensor | None, mask: Tensor | None, crew: Crew) -> Tensor:
     """The trained tokens' values, fp64."""
     if column is None or mask is None:
-        return torch.zeros(0, dtype=torch.float64, device=world.device)
+        return torch.zeros(0, dtype=torch.float64, device=crew.world.device)
     return column.detach().double()[mask > 0]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.config.data_schema import EvaluationConfig
+from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import prompt_text
 from hybridflow.exchange import share_json
@@ -22,7 +23,8 @@ from hybridflow.observe.phases import Phase, PhaseTimer
 from hybridflow.parallel.world import World
 from hybridflow.response_text import answer_text
 from hybridflow.rewards.reasoning import extract_answer
-from hybridflow.trainer.dataflow import Metrics, RewardSource
+from hybridflow.trainer.board import Metrics
+from hybridflow.trainer.dataflow import RewardSource, judged
 from hybridflow.trainer.held_out_scores import PromptAnswers, held_out_metrics
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.rollout import Rollout
@@ -86,7 +88,7 @@ class Evaluator:
             return {}
         with self.asker.timer.phase(Phase.EVALUATE):
             rollout = self.asker.sample(self.prompts, self.sampling, self.samples)
-            scores, _ = self.rewards.score(rollout.batch, self.prompts)
+            scores, _ = judged(self.rewards, rollout.batch, self.prompts, Crew.whole(self.asker.world))
             told = self._told(rollout.batch)
         self.answers = tuple(self._answers(told, scores)) if self.keeps_answers else ()
         return self._plain(scores) | {f"eval/{name}": value for name, value in self._of_prompts(told, scores).items()}

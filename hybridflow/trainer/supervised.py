@@ -56,7 +56,7 @@ class SupervisedTrainer:
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Evaluator:
         """What asks the current actor `prompts`, as the evaluation block says, on the generation layout."""
-        sampler = Sampler(self.builder.hybrid(self.actor), self.config.train.seed, self.timer,
+        sampler = Sampler(self.actor, self.builder.hybrid(self.actor), self.config.train.seed, self.timer,
                           self.trace.lane(TraceCategory.RESHARD), self.builder.balance)
         self.rewards = self.builder.rewards()
         return make_evaluator(self.builder.inputs, sampler, self.rewards, prompts, self.builder.sampling())

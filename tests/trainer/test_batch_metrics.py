@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.observe.metric_names import check_names
 from hybridflow.parallel.world import World
@@ -29,7 +30,7 @@ def metrics_on(world, home, names=NAMES):
     mine = home[world.rank]
     samples = tuple(Sample((1,) * PROMPTS[row], (2,) * RESPONSES[row]) for row in mine)
     batch = Batch(PROMPTS, RESPONSES, tuple(range(5)), home, samples, columns(mine, names))
-    return batch_metrics(batch, world, prompt_limit=5, response_limit=6)
+    return batch_metrics(batch, Crew.whole(world), prompt_limit=5, response_limit=6)
 
 
 def alone(names=NAMES):

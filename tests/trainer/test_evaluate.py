@@ -46,6 +46,19 @@ class Asker:
                              TokenColumns()), len(rows))
 
 
+class Judgement:
+    """What `Rewards.score` says, when it is asked for."""
+
+    def __init__(self, rewards, batch, prompts):
+        self.rewards, self.batch, self.prompts = rewards, batch, prompts
+
+    def work(self):
+        pass
+
+    def result(self, crew):
+        return self.rewards.score(self.batch, self.prompts)
+
+
 class Rewards:
     """The right answer is the ground truth; even answers report what they come to."""
 
@@ -53,6 +66,9 @@ class Rewards:
 
     def __init__(self, world):
         self.world, self.last_extras = world, ()
+
+    def ask(self, batch, prompts):
+        return Judgement(self, batch, prompts)
 
     def score(self, batch, prompts):
         samples = batch.num_rows // len(prompts)

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import PromptRecord
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.parallel.world import World
 from hybridflow.response_text import ResponseEnds, answer_text
 from hybridflow.rewards.function import RewardFunction
+from hybridflow.trainer.dataflow import judged
 from hybridflow.trainer.reward_source import FunctionRewards
 from tests.ranks import run_ranks
 
@@ -45,7 +47,7 @@ def score_twice(world: World, spec: str) -> list[tuple]:
     rewards = FunctionRewards(RewardFunction.load(spec, timeout_s=30.0), Letters(), ResponseEnds((END,)), world)
     told = []
     for answers in (["ab", "xa", "x"], ["ab", "b", "ab"]):
-        scores, metrics = rewards.score(rollouts(world, answers), PROMPTS)
+        scores, metrics = judged(rewards, rollouts(world, answers), PROMPTS, Crew.whole(world))
         told.append((scores.tolist(), metrics, rewards.last_fault))
     rewards.close()
     return told
