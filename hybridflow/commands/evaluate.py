@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from hybridflow.commands.job import Job
+from hybridflow.config.model_schema import CriticConfig
 from hybridflow.config.schema import Config
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.engines.interface import GenerationEngine
@@ -57,7 +58,7 @@ class LoadedModel:
 def prepare(config: Config) -> Job:
     """Read everything that the config names; the job then asks and scores, on all launched ranks."""
     records = read_records(config)
-    inputs = Inputs.read(config)
+    inputs = Inputs.read(replace(config, model=replace(config.model, critic=CriticConfig())))  # nobody asks a critic
     held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     if not held_out:
         raise ValueError("all held-out prompts are too long; set data.max_prompt_length higher")

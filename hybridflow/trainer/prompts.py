@@ -200,12 +200,12 @@ def _loading(config: Config, per_step: int, rule: LengthRule, vocab_size: int) -
     return Loading(per_step, config.train.seed, config.data.shuffle, config.data.shuffle_buffer, rule, vocab_size)
 
 
-def held_out_prompts(config: Config, records: RunData | Sequence[PromptRecord], tokenizer: Tokenizer,
+def held_out_prompts(config: Config, records: RunData, tokenizer: Tokenizer,
                      vocab_size: int) -> tuple[TokenisedPrompt, ...]:
     """evaluation.prompts held-out prompts, too long ones treated by data.overlong; none without test data. Tasks are
     mixed by weight already; of files, data sources take turns, so that each is asked.
     """
-    test = records.test if isinstance(records, RunData) else tuple(records)
+    test = records.test
     if not test:
         return ()
     fitted = fit_prompts(test, tokenise_prompts(test, tokenizer, vocab_size), length_rule(config))

@@ -94,6 +94,13 @@ def test_a_model_is_evaluated_without_training(runs: Path, tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "three" / "evaluations.jsonl").read_text().splitlines()]
     assert len(lines) == 48 and len({(line["prompt"], line["answer"]) for line in lines}) > 16
     assert three["eval/reward_mean"] == pytest.approx(sum(line["reward"] for line in lines) / 48)
+    shape = transformers.LlamaConfig(vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                                     num_attention_heads=2, max_position_embeddings=128, num_labels=1, pad_token_id=0)
+    transformers.LlamaForSequenceClassification(shape).save_pretrained(tmp_path / "judge")
+    judge = [f"model.reward_model.path={tmp_path}/judge", "train.layout.tp=1", f"logging.dir={tmp_path / 'judged'}"]
+    assert main(["evaluate", *keys, *judge]) == 0
+    judged = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
+    assert "eval/accuracy" not in judged and judged["eval/reward_mean"] == judged["eval/spell_backward/mean@1"] != 0
 
 
 def test_a_run_on_a_mixture_that_is_streamed_cut_and_logged_as_verl_logs(runs: Path, tmp_path: Path):
@@ -123,6 +130,11 @@ def test_a_run_on_a_mixture_that_is_streamed_cut_and_logged_as_verl_logs(runs: P
     assert first["critic/score/mean"] == first["reward/mean"] and first["training/global_step"] == 1
     assert first["perf/total_num_tokens"] == first["rollout/samples"] * (
         first["rollout/prompt_tokens_mean"] + first["rollout/response_tokens_mean"])
+    for verl, ours in (("critic/advantages/max", "advantage/trained_max"),
+                       ("critic/values/min", "critic/old_value_min"), ("critic/returns/mean", "critic/target_mean"), ("rollout_corr/kl", "policy/rollout_kl"),
+                       ("prompt_length/clip_ratio", "rollout/prompt_limit_fraction"),
+                       ("response_length/min", "rollout/response_tokens_min"), ("timing_s/gen", "time/generate")):
+        assert first[verl] == first[ours]
     assert first["data/truncated"] >= 1 and first["data/dropped"] == 0 and "time/evaluate" in first
     kept = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
     assert [(line["step"], line["sample"]) for line in kept] == [(0, 0), (0, 1), (1, 0), (1, 1)]
