@@ -131,7 +131,8 @@ def test_a_run_on_a_mixture_that_is_streamed_cut_and_logged_as_verl_logs(runs: P
     assert first["perf/total_num_tokens"] == first["rollout/samples"] * (
         first["rollout/prompt_tokens_mean"] + first["rollout/response_tokens_mean"])
     for verl, ours in (("critic/advantages/max", "advantage/trained_max"),
-                       ("critic/values/min", "critic/old_value_min"), ("critic/returns/mean", "critic/target_mean"), ("rollout_corr/kl", "policy/rollout_kl"),
+                       ("critic/values/min", "critic/old_value_min"), ("critic/returns/mean", "critic/target_mean"),
+                       ("rollout_corr/kl", "policy/rollout_kl"),
                        ("prompt_length/clip_ratio", "rollout/prompt_limit_fraction"),
                        ("response_length/min", "rollout/response_tokens_min"), ("timing_s/gen", "time/generate")):
         assert first[verl] == first[ours]
