@@ -18,6 +18,7 @@ from hybridflow.config.words import (
     KLWhere,
     LossReduction,
     MixedPrecision,
+    Overlap,
     Recompute,
 )
 
@@ -39,6 +40,8 @@ IDLE = (
          "has no effect with grpo, which has no critic", "remove it, or choose algorithm.name ppo"),
     Idle(lambda c: c.algorithm.name is AlgorithmName.PPO, ("algorithm.grpo_std_normalise",),
          "has no effect with ppo", "remove it, or choose algorithm.name grpo"),
+    Idle(lambda c: c.generation.overlap is not Overlap.PARTIAL, ("generation.max_staleness",),
+         "has no effect where answers do not go on over several steps", "choose generation.overlap partial"),
     Idle(lambda c: c.algorithm.kl.where is KLWhere.NONE,
          ("algorithm.kl.estimator", "algorithm.kl.coef", "model.reference", "placement.reference"),
          "has no effect without a KL penalty", "choose algorithm.kl.where reward or loss"),

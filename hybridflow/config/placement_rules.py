@@ -54,6 +54,9 @@ def _generation(config: Config, world_size: int) -> Iterator[Fault]:
         yield Fault("generation.overlap", config.generation.overlap.value, "needs ranks that only generate, and "
                     f"{listed(shared, 'and')} {'have' if len(shared) > 1 else 'has'} some of them too",
                     "place generation apart, e.g. placement.generation 2-3 and the roles on 0-1, or choose none")
+    if config.generation.engine is EngineName.VLLM and config.generation.overlap is Overlap.PARTIAL:
+        yield Fault("generation.overlap", "partial", "vllm cannot be interrupted",
+                    "choose none or one_step_off, or generation.engine own")
     if config.generation.engine is EngineName.VLLM and len(generating) < world_size:
         yield Fault("placement.generation", written_generation_ranks(config),
                     "vllm generates on every rank", "choose null, or generation.engine own")

@@ -165,7 +165,9 @@ class GenerationConfig:
     balance: GenerationBalance = GenerationBalance.OWN
     """Prompts of a replica: own (dealt out beforehand, by length) | shared (taken from one queue as it gets room)."""
     overlap: Overlap = Overlap.NONE
-    """none (a batch is made by the weights that learn from it) | one_step_off (the next one is made meanwhile)."""
+    """none (weights learn from what they made) | one_step_off (the next batch is made meanwhile) | partial (README)."""
+    max_staleness: int = 2
+    """overlap partial: steps over which an answer may go on, under newer weights each. 1 is one_step_off."""
     samples_per_prompt: int = 1
     """Responses drawn for each prompt; a group in grpo."""
     max_new_tokens: int = 64

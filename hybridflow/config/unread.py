@@ -43,8 +43,8 @@ TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient
             "train.max_nonfinite_steps", "train.offload", "train.optimizer",
             "algorithm.loss_reduction", "algorithm.constant_length",
             "generation.reshard_bucket_mb", "generation.weights", "generation.overlap",
-            "generation.reshard_check", "logging.wandb", "logging.tensorboard", "logging.samples",
-            "logging.progress", "logging.trace_step", "logging.verl_names",
+            "generation.max_staleness", "generation.reshard_check", "logging.wandb", "logging.tensorboard",
+            "logging.samples", "logging.progress", "logging.trace_step", "logging.verl_names",
             "evaluation.every_steps", "checkpoint", "sft", "data.shuffle_buffer")
 JUDGING = ("model.reward_model", "reward", "evaluation.samples_per_prompt", "evaluation.temperature",
            "evaluation.top_k", "evaluation.top_p", "evaluation.min_p", "evaluation.save_answers")
@@ -59,7 +59,8 @@ NO_SPEC = Idle(_starts_from_a_folder, ("model.spec",), "has no effect where mode
 UNREAD: dict[Command, tuple[Idle, ...]] = {
     Command.TRAIN: (Idle(_always, ("sft",), "has no effect in train", "remove it"),),
     Command.SFT: (
-        Idle(_always, (*LEARNING, *SAMPLING, "generation.batch_invariant", "generation.overlap", "logging.samples"),
+        Idle(_always, (*LEARNING, *SAMPLING, "generation.batch_invariant", "generation.overlap",
+                       "generation.max_staleness", "logging.samples"),
              "has no effect in sft, which learns from given answers and is evaluated as evaluation says", "remove it"),
         Idle(lambda c: c.model.reward_model.path is None,
              ("train.forward_micro_batch_size", "train.forward_micro_batch_tokens"),

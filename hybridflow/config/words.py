@@ -71,6 +71,7 @@ class GenerationWeights(Enum):
 class Overlap(Enum):
     NONE = "none"
     ONE_STEP_OFF = "one_step_off"
+    PARTIAL = "partial"
 
 
 class GenerationBalance(Enum):

@@ -82,6 +82,16 @@ class Roles:
     critic: TrainedRole | None = None
     reference: ScoringRole | None = None
 
+    @property
+    def scoring(self) -> dict[str, tuple[Phase, ScoringRole]]:
+        """By column who says something of each response token, whatever is learned from it."""
+        found: dict[str, tuple[Phase, ScoringRole]] = {}
+        if self.reference is not None:
+            found["ref_log_probs"] = Phase.REFERENCE, self.reference
+        if self.critic is not None:
+            found["old_values"] = Phase.VALUES, self.critic
+        return found
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -122,22 +132,22 @@ class Dataflow:
 
     def learn_from(self, experience: Experience, crew: Crew, board: Board) -> Batch:
         """Judge a batch, estimate advantages, update the critic and the actor. Collective over the crew."""
-        batch = self.judge(experience.batch, experience.prompts, crew, board)
+        batch = self.judge(experience, crew, board)
         batch, estimated = self.advantages(batch, crew)
         board.said |= estimated | staleness(batch, self.roles.actor.trainer, crew)
         self.learn(batch, board)
         return batch
 
-    def judge(self, batch: Batch, prompts: Sequence[TokenisedPrompt], crew: Crew, board: Board) -> Batch:
-        """Scores, and reference log-probs, old log-probs and values, each where the algorithm needs it."""
-        roles = self.roles
-        scores, asked = roles.rewards.ask(batch, prompts), {}
-        if roles.reference is not None:
-            asked["ref_log_probs"] = Phase.REFERENCE, roles.reference.ask_tokens(batch)
+    def judge(self, experience: Experience, crew: Crew, board: Board) -> Batch:
+        """Scores, and reference log-probs, old log-probs and values, each where the algorithm needs it and nobody has
+        seen to it already.
+        """
+        roles, batch, streamed = self.roles, experience.batch, experience.streamed
+        scores, wanted = roles.rewards.ask(batch, experience.prompts), dict(roles.scoring)
         if len(self.update_rows(batch)) > 1:  # else old is the policy itself: ratio exactly 1, and no pass needed
-            asked["old_log_probs"] = Phase.LOG_PROBS, roles.actor.ask_tokens(batch)
-        if roles.critic is not None:
-            asked["old_values"] = Phase.VALUES, roles.critic.ask_tokens(batch)
+            wanted["old_log_probs"] = Phase.LOG_PROBS, roles.actor
+        asked = {column: (phase, streamed[column] if column in streamed else role.ask_tokens(batch))
+                 for column, (phase, role) in wanted.items()}
         with self.timer.phase(Phase.REWARD):
             scores.work()
         for phase, answers in asked.values():

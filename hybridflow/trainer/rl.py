@@ -25,6 +25,7 @@ from hybridflow.trainer.dataflow import Dataflow, Roles, StepPlan
 from hybridflow.trainer.evaluate import Evaluator, make_evaluator
 from hybridflow.trainer.export import export_actor
 from hybridflow.trainer.inputs import Inputs
+from hybridflow.trainer.partial import PartialRollouts
 from hybridflow.trainer.rollout import Sampler
 from hybridflow.trainer.rollout_source import OneStepOff, OnPolicy, RolloutSource
 
@@ -75,8 +76,13 @@ class RLTrainer:
         return StepPlan(self.config.train.global_batch_size, self.config.train.epochs_per_rollout)
 
     def _source(self) -> RolloutSource:
-        kind = OneStepOff if self.config.generation.overlap is Overlap.ONE_STEP_OFF else OnPolicy
-        return kind(self.roles.sampler, self.sampling, self.config.generation.samples_per_prompt)
+        overlap, samples = self.config.generation.overlap, self.config.generation.samples_per_prompt
+        if overlap is Overlap.PARTIAL:
+            return PartialRollouts(self.roles.sampler, self.sampling, samples, self.config.data.prompts_per_step,
+                                   self.config.generation.max_staleness)
+        if overlap is Overlap.ONE_STEP_OFF:
+            return OneStepOff(self.roles.sampler, self.sampling, samples)
+        return OnPolicy(self.roles.sampler, self.sampling, samples, self.roles.scoring)
 
     @property
     def steps_ahead(self) -> int:

@@ -6,26 +6,34 @@ calls; who waits for whom follows from what each has to receive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from hybridflow.batch import Batch
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.records import SamplingParams
+from hybridflow.observe.phases import Phase
 from hybridflow.packing import split_rows
 from hybridflow.protocols import Protocol as Transfers
 from hybridflow.protocols import given
 from hybridflow.trainer.board import Board
+from hybridflow.trainer.roles import ScoringRole
 from hybridflow.trainer.rollout import Rollout, RolloutUnderWay, Sampler
+from hybridflow.trainer.row_stream import NUM_CHUNKS, StreamedAnswers, listens
 
 
 @dataclass(frozen=True)
 class Experience:
-    """Answers and what was asked: row i of `batch` answers `prompts[batch.groups[i]]`."""
+    """Answers and what was asked: row i of `batch` answers `prompts[batch.groups[i]]`.
+
+    Attributes:
+        streamed: by column what a role has said of the batch while it was generated.
+    """
 
     prompts: Sequence[TokenisedPrompt]
     batch: Batch
+    streamed: Mapping[str, StreamedAnswers] = field(default_factory=dict)
 
 
 class RolloutSource(Protocol):
@@ -47,20 +55,40 @@ class RolloutSource(Protocol):
 
 
 class OnPolicy:
-    """Every batch is answered under the weights that learn from it first."""
+    """Every batch is answered under the weights that learn from it first. Roles whose ranks would wait meanwhile work
+    on the answers that have ended.
+
+    Attributes:
+        listening: those roles, by the column that they fill.
+    """
 
     steps_ahead = 0
 
-    def __init__(self, sampler: Sampler, sampling: SamplingParams, samples_per_prompt: int) -> None:
+    def __init__(self, sampler: Sampler, sampling: SamplingParams, samples_per_prompt: int,
+                 scoring: Mapping[str, tuple[Phase, ScoringRole]]) -> None:
+        """`scoring`: by column who fills it from the tokens of answers alone."""
         self._sampler, self._sampling, self._samples = sampler, sampling, samples_per_prompt
+        grid = sampler.hybrid.mesh.grid
+        self.listening = {column: (phase, role) for column, (phase, role) in scoring.items()
+                           if listens(role.blueprint.grid, grid)}
 
     def start(self, prompts: Sequence[TokenisedPrompt]) -> None:
         raise AssertionError("nothing is begun ahead")
 
     def next(self, prompts: Sequence[TokenisedPrompt], board: Board) -> Experience:
-        rollout = self._sampler.sample(prompts, self._sampling, self._samples)
-        _tell(board, rollout, self._sampler)
-        return Experience(prompts, rollout.batch)
+        sampler, grid = self._sampler, self._sampler.hybrid.mesh.grid
+        sampler.renew()
+        streams = {column: StreamedAnswers(role, grid) for column, (_, role) in self.listening.items()}
+        under_way = sampler.start(prompts, self._sampling, self._samples,
+                                  [role.blueprint.grid for _, role in self.listening.values()])
+        for chunk in range(NUM_CHUNKS):
+            for column, (phase, _) in self.listening.items():
+                with sampler.timer.phase(phase):
+                    streams[column].listen(chunk)
+        rollout = under_way.finish()
+        _tell(board, rollout, sampler)
+        return Experience(prompts, rollout.batch, {column: stream.bind(rollout.batch, rollout.replicas)
+                                                   for column, stream in streams.items()})
 
 
 class OneStepOff:

@@ -341,7 +341,8 @@ SET = {
     "algorithm.kl.estimator": "algorithm.kl.estimator=k3", "algorithm.kl.coef": "algorithm.kl.coef=0.5",
     "algorithm.kl.target": "algorithm.kl.target=3", "model.reference": "model.reference.layout.tp=1",
     "algorithm.constant_length": "algorithm.constant_length=5",
-    "placement.critic": "placement.critic=0", "placement.reference": "placement.reference=0",
+    "generation.max_staleness": "generation.max_staleness=3", "placement.critic": "placement.critic=0",
+    "placement.reference": "placement.reference=0",
     "placement.reward": "placement.reward=0",
     "model.reward_model.layout": "model.reward_model.layout.tp=1", "reward": "reward.timeout_s=3",
     "reward.reasoning_gym": "reward.reasoning_gym=partial", "data.train_files": "data.train_files=[a]",
@@ -364,7 +365,7 @@ SET = {
     "evaluation.min_p": "evaluation.min_p=0.5",
 }
 CONDITIONS = [
-    ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], ["algorithm.kl.where=loss"], [], [],
+    ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], [], ["algorithm.kl.where=loss"], [], [],
     ["model.reward_model.path=m"],
     ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
     ["data.source=mixture", "data.mixture=[{task: chain_sum}]"],
