@@ -55,13 +55,12 @@ class RewardSource(Protocol):
     Attributes:
         right_score: that of a right answer, None where no answer is simply right.
         last_fault: a sentence on the faults of the last call, None if there were none.
-        last_extras: what was reported beside each score of the last call, for the rows at home here; () where nothing
-            ever is.
+        last_extras: what was reported beside scores of the last call, by row, of rows that were scored on this rank.
     """
 
     right_score: float | None
     last_fault: str | None
-    last_extras: Sequence[Mapping[str, Any]]
+    last_extras: Mapping[int, Mapping[str, Any]]
 
     def ask(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> Judgement:
         """Hand the rows out: row i answers `prompts[batch.groups[i]]`. Every rank calls it, and none waits here."""

@@ -110,16 +110,23 @@ class Evaluator:
         return held_out_metrics(answers, self.samples, redrawn=self.redrawn)
 
     def _told(self, batch: Batch) -> list[tuple[str, str]]:
-        """What each answer votes for, and its text where that is kept, in order; nothing where neither is looked at."""
+        """What each answer votes for, and its text where that is kept, in order; nothing where neither is looked at.
+
+        An answer votes for what the reward function reports, else for what stands in its last `<answer>...</answer>`,
+        else for all of it, without white space around it.
+        """
         if self.samples == 1 and not self.keeps_answers:
             return []
         world, mine = self.asker.world, []
-        extras = self.rewards.last_extras or ({},) * len(batch.samples)
-        for row, sample, extra in zip(batch.home[world.rank], batch.samples, extras, strict=True):
+        for row, sample in zip(batch.home[world.rank], batch.samples, strict=True):
             text = self.text(sample.response)
-            mine.append((row, vote_of(text, extra), text if self.keeps_answers else ""))
-        by_row = {row: (vote, text) for rows in share_json(world, mine) for row, vote, text in rows}
-        return [by_row[row] for row in range(batch.num_rows)]
+            mine.append((row, extract_answer(text), text if self.keeps_answers else ""))
+        given = [(row, vote) for row, extras in self.rewards.last_extras.items()
+                 if (vote := reported_vote(extras)) is not None]
+        told = share_json(world, [mine, given])
+        by_row = {row: (vote, text) for rows, _ in told for row, vote, text in rows}
+        reported = {row: vote for _, votes in told for row, vote in votes}
+        return [(reported.get(row, by_row[row][0]), by_row[row][1]) for row in range(batch.num_rows)]
 
     def _answers(self, told: Sequence[tuple[str, str]], scores: Tensor) -> list[HeldOutAnswer]:
         records = [prompt.record for prompt in self.prompts for _ in range(self.samples)]
@@ -128,12 +135,9 @@ class Evaluator:
                 for row, (record, (vote, text), reward) in enumerate(zip(records, told, scores.tolist(), strict=True))]
 
 
-def vote_of(text: str, extras: Mapping[str, Any]) -> str:
-    """What an answer votes for: what the reward function reports under one of `VOTE_KEYS`, else what stands in its last
-    `<answer>...</answer>`, else all of it, without white space around it.
-    """
-    reported = next((extras[key] for key in VOTE_KEYS if extras.get(key) is not None), None)
-    return extract_answer(text) if reported is None else str(reported)
+def reported_vote(extras: Mapping[str, Any]) -> str | None:
+    """What a reward function reports under one of `VOTE_KEYS`; None where it reports nothing."""
+    return next((str(extras[key]) for key in VOTE_KEYS if extras.get(key) is not None), None)
 
 
 def evaluation_sampling(evaluation: EvaluationConfig, sampling: SamplingParams) -> SamplingParams:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class FunctionRewards:
     Attributes:
         right_score: the reward of a right answer, less rounding.
         last_fault: what went wrong in the last `score`, the same sentence on every rank; None if nothing did.
-        last_extras: what the function reported beside the scores it gave last, for the rows at home here.
+        last_extras: what the function reported beside the scores it gave last, by row.
     """
 
     right_score = 1.0 - 1e-9
@@ -39,7 +40,7 @@ class FunctionRewards:
     def __init__(self, function: RewardFunction, tokenizer: Tokenizer, ends: ResponseEnds, world: World) -> None:
         self.function, self.tokenizer, self.ends, self.world = function, tokenizer, ends, world
         self.last_fault: str | None = None
-        self.last_extras: Sequence[Mapping[str, Any]] = ()
+        self.last_extras: Mapping[int, Mapping[str, Any]] = {}
 
     def ask(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> FunctionJudgement:
         """Have every row judged by the function; its faults and extras are metrics."""
@@ -83,7 +84,7 @@ class FunctionJudgement:
     def work(self) -> None:
         """Judge them."""
         self._result = self._source.function.score(self._requests)
-        self._source.last_extras = self._result.extras
+        self._source.last_extras = dict(zip(self._mine, self._result.extras, strict=True))
 
     def result(self, crew: Crew) -> tuple[Tensor, dict[str, float]]:
         """Scores of all rows, and metrics. Collective over the crew, where all rows are at home."""
@@ -96,7 +97,7 @@ class ModelRewards:
     """A sequence classifier scores every row at its last token. It has no faults to tell: `last_fault` is None."""
 
     last_fault: str | None = None
-    last_extras: Sequence[Mapping[str, Any]] = ()
+    last_extras: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
     right_score: float | None = None  # its scores have no scale on which an answer is right
 
     def __init__(self, role: ScoringRole) -> None:

@@ -15,7 +15,7 @@ from hybridflow.generation.records import SamplingParams
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.observe.metric_names import check_names
 from hybridflow.parallel.world import World
-from hybridflow.trainer.evaluate import Evaluator, answer_lines, evaluation_sampling, vote_of
+from hybridflow.trainer.evaluate import Evaluator, answer_lines, evaluation_sampling, reported_vote
 from hybridflow.trainer.rollout import Rollout
 from tests.ranks import run_ranks
 
@@ -43,7 +43,7 @@ class Asker:
         home = tuple(tuple(rows[rank::self.world.size]) for rank in reversed(range(self.world.size)))
         mine = tuple(Sample((1,), (ANSWERS[row // samples][row % samples],)) for row in home[self.world.rank])
         return Rollout(Batch((1,) * len(rows), (1,) * len(rows), tuple(row // samples for row in rows), home, mine,
-                             TokenColumns()), len(rows))
+                             TokenColumns()), len(rows), (0,) * len(rows))
 
 
 class Judgement:
@@ -65,7 +65,7 @@ class Rewards:
     right_score, last_fault = 1.0, None
 
     def __init__(self, world):
-        self.world, self.last_extras = world, ()
+        self.world, self.last_extras = world, {}
 
     def ask(self, batch, prompts):
         return Judgement(self, batch, prompts)
@@ -73,8 +73,8 @@ class Rewards:
     def score(self, batch, prompts):
         samples = batch.num_rows // len(prompts)
         answers = [ANSWERS[row // samples][row % samples] for row in range(batch.num_rows)]
-        self.last_extras = tuple({"pred": "even"} if answers[row] % 2 == 0 else {}
-                                 for row in batch.home[self.world.rank])
+        elsewhere = batch.home[(self.world.rank + 1) % self.world.size]  # a rank may score rows that others keep
+        self.last_extras = {row: {"pred": "even"} if answers[row] % 2 == 0 else {} for row in elsewhere}
         scores = [math.nan if answer == 8 else float(str(answer) == prompts[batch.groups[row]].record.ground_truth)
                   for row, answer in enumerate(answers)]
         return torch.tensor(scores, dtype=torch.float64), {}
@@ -134,9 +134,9 @@ def test_without_prompts_nothing_is_asked():
     assert evaluator() == {} and evaluator.asker.asked == []
 
 
-def test_what_an_answer_votes_for():
-    assert vote_of("so <answer> 12 </answer>.", {}) == vote_of(" 12\n", {"pred": None}) == "12"
-    assert vote_of("x", {"pred": 3}) == vote_of("x", {"extracted": "3", "score": 1}) == "3"
+def test_what_a_reward_function_reports():
+    assert reported_vote({}) is reported_vote({"pred": None}) is None
+    assert reported_vote({"pred": 3}) == reported_vote({"extracted": "3", "score": 1}) == "3"
 
 
 def test_sampling_is_the_evaluations_with_generations_lengths():
