@@ -51,7 +51,8 @@ def _run(inputs: Inputs, records: RunData, loader: RowLoader[SftExample], held_o
         evaluator = None if config.evaluation.every_steps is None else trainer.evaluator(held_out)
         whole.fit(RunParts(
             step=lambda: trainer.step(next(loader)) | data_metrics(loader), export=trainer.export,
-            trace=trainer.trace, timer=trainer.timer, grid=trainer.actor.engine.mesh.grid,
+            trace=trainer.trace, timer=trainer.timer,
+            labels={rank: trainer.actor.blueprint.grid.coord(rank).words() for rank in range(world.size)},
             stop_at_accuracy=config.sft.stop_at_accuracy,
             evaluate=evaluator, answers=lambda: answer_lines(evaluator.answers) if evaluator else [],
         ))

@@ -46,7 +46,7 @@ def _run(inputs: Inputs, records: RunData, loader: RowLoader[TokenisedPrompt], h
             trainer.start(next(loader))
         whole.fit(RunParts(
             step=lambda: trainer.step(next(loader)) | data_metrics(loader), export=trainer.export,
-            trace=trainer.trace, timer=trainer.timer, grid=trainer.roles.actor.engine.mesh.grid,
+            trace=trainer.trace, timer=trainer.timer, labels=trainer.labels(),
             evaluate=evaluator, answers=lambda: answer_lines(evaluator.answers) if evaluator else [],
             samples=lambda: trainer.samples(config.logging.samples),
             trouble=lambda: trainer.trouble,

@@ -23,7 +23,7 @@ from hybridflow.trainer.board import Metrics
 from hybridflow.trainer.build import Builder, rl_updates
 from hybridflow.trainer.dataflow import Dataflow, Roles, StepPlan
 from hybridflow.trainer.evaluate import Evaluator, make_evaluator
-from hybridflow.trainer.export import export_actor
+from hybridflow.trainer.export import export_role
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.partial import PartialRollouts
 from hybridflow.trainer.rollout import Sampler
@@ -126,11 +126,22 @@ class RLTrainer:
 
     def export(self, folder: Path) -> None:
         """Write the actor and its tokenizer in Hugging Face's form."""
-        export_actor(folder, self.roles.actor.trainer, self.tokenizer)
+        export_role(folder, self.roles.actor, self.tokenizer)
 
     def close(self) -> None:
         """End the workers of the reward function."""
         self.roles.rewards.close()
+
+    def labels(self) -> dict[int, str]:
+        """What each rank is. Example: "actor tp 0, cp 0, dp 1, pp 0; critic"; without roles it generates."""
+        actor = self.roles.actor.blueprint.grid
+        others = {"critic": self.roles.critic, "reference": self.roles.reference}
+        told: dict[int, str] = {}
+        for rank in range(self.world.size):
+            found = [f"actor {actor.coord(rank).words()}"] if rank in actor.ranks else []
+            found += [name for name, role in others.items() if role is not None and rank in role.blueprint.grid.ranks]
+            told[rank] = "; ".join(found) or "generation"
+        return told
 
     def batch_line(self) -> str:
         """How every batch number of a step comes about."""

@@ -19,7 +19,7 @@ from hybridflow.target_rows import TargetRows
 from hybridflow.trainer.build import Builder
 from hybridflow.trainer.dataflow import RewardSource
 from hybridflow.trainer.evaluate import Evaluator, make_evaluator
-from hybridflow.trainer.export import export_actor
+from hybridflow.trainer.export import export_role
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.roles import response_counts
 from hybridflow.trainer.rollout import Sampler
@@ -68,7 +68,7 @@ class SupervisedTrainer:
 
     def export(self, folder: Path) -> None:
         """Write the model and its tokenizer in Hugging Face's form."""
-        export_actor(folder, self.actor.trainer, self.tokenizer)
+        export_role(folder, self.actor, self.tokenizer)
 
 
 def _loss(output: Output, columns: TokenColumns, rows: TargetRows) -> tuple:

@@ -148,6 +148,19 @@ def test_partial_rollouts_go_on_under_newer_weights_up_to_their_bound(tokenizer:
     assert mixed > 0  # some answers were interrupted and went on
 
 
+def exported(world: World, tokenizer: Path, folder: Path, placement: tuple[str, ...]) -> None:
+    trainer, _ = started(world, tiny_config(tokenizer, folder, (*placement, "train.total_steps=1")))
+    trainer.export(folder / "export")
+    trainer.close()
+
+
+def test_an_actor_on_some_ranks_is_exported_whole(tokenizer: Path, tmp_path: Path):
+    run_ranks(4, exported, tokenizer, tmp_path / "placed", PLACEMENTS["backwards"])
+    exported(World.single(torch.device("cpu")), tokenizer, tmp_path / "alone", ())
+    written = [(tmp_path / name / "export" / "model.safetensors").read_bytes() for name in ("placed", "alone")]
+    assert written[0] == written[1]
+
+
 def test_every_placement_takes_the_step_of_one_process(tokenizer: Path, tmp_path: Path):
     alone, answers = steps_on(World.single(torch.device("cpu")), tokenizer, tmp_path, (), 2)
     assert alone[0]["policy/grad_norm"] > 0 and alone[0]["critic/grad_norm"] > 0
