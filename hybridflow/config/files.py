@@ -23,7 +23,8 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
     faults += _tokenizer(config, command)
     if command not in (Command.API, Command.COMPLETE):
         faults += _data(config)
-    if command.trains:
+    faults += _template(config.data.chat_template)
+    if command.scores:
         faults += _reward_function(config.reward.function)
     if command in (Command.TRAIN, Command.API):
         faults += _algorithm_functions(config)
@@ -41,7 +42,7 @@ def _models(config: Config, command: Command) -> Iterator[Fault]:
     named = {"model.path": config.model.path}
     if command in (Command.TRAIN, Command.API):
         named["model.critic.path"] = config.model.critic.path
-    if command.trains:
+    if command.scores:
         named["model.reward_model.path"] = config.model.reward_model.path
     for key, path in named.items():
         if path is not None and not (Path(path) / "config.json").is_file():
@@ -62,7 +63,9 @@ def _tokenizer(config: Config, command: Command) -> Iterator[Fault]:
 
 
 def _data(config: Config) -> Iterator[Fault]:
-    for key, files in (("data.train_files", config.data.train_files), ("data.test_files", config.data.test_files)):
+    named = {"data.train_files": config.data.train_files, "data.test_files": config.data.test_files}
+    named |= {f"data.mixture[{i}].files": source.files for i, source in enumerate(config.data.mixture)}
+    for key, files in named.items():
         for i, path in enumerate(files):
             if not Path(path).is_file():
                 yield Fault(f"{key}[{i}]", path, "no such file")
@@ -74,6 +77,11 @@ def _algorithm_functions(config: Config) -> Iterator[Fault]:
         file = "" if spec is None else spec.rpartition(":")[0]
         if file and not Path(file).expanduser().is_file():
             yield Fault(key, spec, f"there is no file {file}")
+
+
+def _template(path: str | None) -> Iterator[Fault]:
+    if path is not None and not Path(path).is_file():
+        yield Fault("data.chat_template", path, "no such file", "give a file with a Jinja chat template")
 
 
 def _reward_function(function: str | None) -> Iterator[Fault]:
