@@ -23,7 +23,8 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
     faults += _tokenizer(config, command)
     if command not in (Command.API, Command.COMPLETE):
         faults += _data(config)
-    if command.trains:
+    faults += _template(config.data.chat_template)
+    if command.scores:
         faults += _reward_function(config.reward.function)
     if command in (Command.TRAIN, Command.API):
         faults += _reward_function(config.cost.function, "cost.function")
@@ -45,7 +46,7 @@ def _models(config: Config, command: Command) -> Iterator[Fault]:
         named["model.critic.path"] = config.model.critic.path
         named["model.cost_critic.path"] = config.model.cost_critic.path
         named["model.cost_model.path"] = config.model.cost_model.path
-    if command.trains:
+    if command.scores:
         named["model.reward_model.path"] = config.model.reward_model.path
     for key, path in named.items():
         if path is not None and not (Path(path) / "config.json").is_file():
@@ -66,7 +67,9 @@ def _tokenizer(config: Config, command: Command) -> Iterator[Fault]:
 
 
 def _data(config: Config) -> Iterator[Fault]:
-    for key, files in (("data.train_files", config.data.train_files), ("data.test_files", config.data.test_files)):
+    named = {"data.train_files": config.data.train_files, "data.test_files": config.data.test_files}
+    named |= {f"data.mixture[{i}].files": source.files for i, source in enumerate(config.data.mixture)}
+    for key, files in named.items():
         for i, path in enumerate(files):
             if not Path(path).is_file():
                 yield Fault(f"{key}[{i}]", path, "no such file")
@@ -78,6 +81,11 @@ def _algorithm_functions(config: Config) -> Iterator[Fault]:
         file = "" if spec is None else spec.rpartition(":")[0]
         if file and not Path(file).expanduser().is_file():
             yield Fault(key, spec, f"there is no file {file}")
+
+
+def _template(path: str | None) -> Iterator[Fault]:
+    if path is not None and not Path(path).is_file():
+        yield Fault("data.chat_template", path, "no such file", "give a file with a Jinja chat template")
 
 
 def _reward_function(function: str | None, key: str = "reward.function") -> Iterator[Fault]:

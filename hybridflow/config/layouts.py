@@ -57,7 +57,7 @@ def used_roles(config: Config, command: Command) -> tuple[Role, ...]:
 
 
 def answers_held_out(config: Config, command: Command) -> bool:
-    """Whether held-out prompts are answered, greedily, while `command` trains: where it evaluates a language model and,
+    """Whether held-out prompts are answered while `command` trains: where it evaluates a language model and,
     with prompts that come from files of preferences, something is named that judges the answers.
     """
     if command is Command.REWARD_MODEL or config.evaluation.every_steps is None:

@@ -116,11 +116,14 @@ class DataSource(Enum):
     REASONING_GYM = "reasoning_gym"
     JSONL = "jsonl"
     PARQUET = "parquet"
+    MIXTURE = "mixture"
 
 
 class Overlong(Enum):
     ERROR = "error"
     DROP = "drop"
+    TRUNCATE_LEFT = "truncate_left"
+    TRUNCATE_RIGHT = "truncate_right"
 
 
 class PreferenceLoss(Enum):

@@ -19,6 +19,7 @@ from hybridflow.config.recipe import with_recipe
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
 from hybridflow.config.words import EngineName
+from hybridflow.data.chat import ChatFormat
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.generation.blocks import BLOCK_TOKENS
 from hybridflow.kernels.native_build import Unavailable, native_library
@@ -71,7 +72,8 @@ class Inputs:
         """
         if config.generation.batch_invariant:
             require_invariance(default_device(0))
-        opened = open_tokenizer(config.model.tokenizer or config.model.path) if tokenizer is None else tokenizer
+        opened = (open_tokenizer(config.model.tokenizer or config.model.path, chat_format(config))
+                  if tokenizer is None else tokenizer)
         model = model_shape(config, config.model.path, opened)
         require_weights("model.path", config.model.path, head, FRESH_IN_TRAINING)
         if scores:
@@ -87,6 +89,16 @@ class Inputs:
             return cls(config, opened, model, ends, None)
         functions = _algorithm_functions(with_recipe(config).algorithm)
         return cls(config, opened, model, ends, _reward_function(config), *functions, _cost_function(config))
+
+
+def chat_format(config: Config) -> ChatFormat:
+    """How the data block wants its chats. Raises ValueError if its template is no UTF-8."""
+    data = config.data
+    try:
+        template = None if data.chat_template is None else Path(data.chat_template).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.chat_template = {data.chat_template}: is no text: {error}") from None
+    return ChatFormat(template, data.system_prompt, data.chat_template_kwargs)
 
 
 def require_cache(config: Config, model: ModelConfig, longest_prompt: int) -> None:
@@ -205,5 +217,6 @@ def _reward_function(config: Config) -> RewardFunction | None:
     if reward.function is not None:
         return RewardFunction.load(reward.function, timeout_s=reward.timeout_s)
     tasks = [task.name for task in (*config.data.tasks, *config.data.test_tasks)]
+    tasks += [source.task for source in config.data.mixture if source.task is not None]
     scoring = ReasoningScoring(reward.reasoning_gym.value)
     return RewardFunction.reasoning_gym(scoring, tasks, timeout_s=reward.timeout_s)

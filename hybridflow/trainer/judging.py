@@ -5,8 +5,8 @@ Owns the protocol. Reward functions and models are `reward_source`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -36,10 +36,12 @@ class RewardSource(Protocol):
     Attributes:
         right_score: that of a right answer, None where no answer is simply right.
         last_fault: a sentence on the faults of the last call, None if there were none.
+        last_extras: what was reported beside scores of the last call, by row, of rows that were scored on this rank.
     """
 
     right_score: float | None
     last_fault: str | None
+    last_extras: Mapping[int, Mapping[str, Any]]
 
     def ask(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> Judgement:
         """Hand the rows out: row i answers `prompts[batch.groups[i]]`. Every rank calls it, and none waits here."""

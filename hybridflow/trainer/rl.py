@@ -20,10 +20,11 @@ from hybridflow.observe.trace import Trace, TraceCategory, settle_device
 from hybridflow.parallel.comm_hook import CommHook
 from hybridflow.parallel.world import World
 from hybridflow.response_text import answer_text
+from hybridflow.trainer.batch_metrics import batch_metrics
 from hybridflow.trainer.board import Metrics
 from hybridflow.trainer.build import Builder, rl_updates
 from hybridflow.trainer.dataflow import Dataflow, Roles, StepPlan
-from hybridflow.trainer.evaluate import Evaluator
+from hybridflow.trainer.evaluate import Evaluator, make_evaluator
 from hybridflow.trainer.export import export_role
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.partial import PartialRollouts
@@ -120,6 +121,9 @@ class RLTrainer:
         experience, board = self.dataflow.step(prompts, more)
         self.prompts, self.batch = experience.prompts, experience.batch
         board.largest |= self.timer.take()
+        if self.crew is not None:
+            board.said |= batch_metrics(self.batch, self.crew, prompt_limit=self.config.data.max_prompt_length,
+                                        response_limit=self.config.generation.max_new_tokens)
         metrics, self.trouble = board.shared(self.world), board.trouble
         seconds = metrics["time/step"]
         return metrics | {"perf/tokens_per_second": self.batch.num_tokens / seconds,
@@ -138,8 +142,8 @@ class RLTrainer:
                 for row, record in zip(wanted, records, strict=True)]
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Evaluator:
-        """What asks the current actor `prompts`, greedily."""
-        return Evaluator(self.roles.sampler, self.roles.rewards, prompts, self.sampling)
+        """What asks the current actor `prompts`, as the evaluation block says."""
+        return make_evaluator(self.inputs, self.roles.sampler, self.roles.rewards, prompts, self.sampling)
 
     def export(self, folder: Path) -> None:
         """Write the actor and its tokenizer in Hugging Face's form."""
