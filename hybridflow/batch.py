@@ -47,6 +47,8 @@ class Batch:
         groups: the prompt's place in the step of every row.
         home: the rows that each rank keeps; `samples` and `columns` are mine.
         scores: `[rows]` fp64 on every rank, NaN where the reward failed; None before rewards were computed.
+        sampled_lengths: tokens of every response that the policy sampled, where tools said the others (these have
+            loss_mask 0 from the start); None where no tools were there to be called.
 
     Example: two prompts with two samples each on four ranks: every rank is home to one row.
     """
@@ -58,6 +60,7 @@ class Batch:
     samples: tuple[Sample, ...]
     columns: TokenColumns
     scores: Tensor | None = None
+    sampled_lengths: tuple[int, ...] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -72,6 +75,11 @@ class Batch:
     def num_tokens(self) -> int:
         """Prompt and response tokens of all rows."""
         return sum(self.row_lengths)
+
+    @property
+    def policy_lengths(self) -> tuple[int, ...]:
+        """Tokens of every response that the policy sampled."""
+        return self.response_lengths if self.sampled_lengths is None else self.sampled_lengths
 
     @cached_property
     def is_trained(self) -> tuple[bool, ...]:
@@ -128,7 +136,8 @@ class Batch:
             tuple(groups[self.groups[row]] for row in rows),
             tuple(tuple(place[row] for row in held if row in place) for held in self.home),
             tuple(self.samples[here] for here in kept), self.columns.select(index),
-            None if self.scores is None else self.scores[list(rows)])
+            None if self.scores is None else self.scores[list(rows)],
+            None if self.sampled_lengths is None else tuple(self.sampled_lengths[row] for row in rows))
 
     @staticmethod
     def joined(batches: Sequence[Batch]) -> Batch:
@@ -137,6 +146,7 @@ class Batch:
         firsts = [0, *accumulate(max(batch.groups, default=-1) + 1 for batch in batches)]
         names = set.intersection(*(set(batch.columns.present()) for batch in batches))
         scored = all(batch.scores is not None for batch in batches)
+        observed = any(batch.sampled_lengths is not None for batch in batches)
         return Batch(
             tuple(length for batch in batches for length in batch.prompt_lengths),
             tuple(length for batch in batches for length in batch.response_lengths),
@@ -145,7 +155,8 @@ class Batch:
                   for rank in range(len(batches[0].home))),
             tuple(sample for batch in batches for sample in batch.samples),
             TokenColumns(**{name: torch.cat([batch.columns.present()[name] for batch in batches]) for name in names}),
-            torch.cat([batch.scores for batch in batches]) if scored else None)
+            torch.cat([batch.scores for batch in batches]) if scored else None,
+            tuple(length for batch in batches for length in batch.policy_lengths) if observed else None)
 
     @property
     def _device(self) -> torch.device:

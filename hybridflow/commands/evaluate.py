@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ class LoadedModel:
         config = self.builder.config
         dtype = torch.promote_types(DTYPES[config.train.mixed_precision], torch.float32)
         return begin(self.generator, self.mesh, prompts, params, samples=samples, seed=config.train.seed, version=None,
-                     dtype=dtype, balance=self.builder.balance).finish()
+                     dtype=dtype, balance=self.builder.balance, turns=self.builder.inputs.turns).finish()
 
 
 def prepare(config: Config) -> Job:
@@ -66,7 +66,9 @@ def prepare(config: Config) -> Job:
 
 
 def _run(inputs: Inputs, records: RunData, held_out: tuple[TokenisedPrompt, ...]) -> None:
-    with closing(World.from_env(inputs.config.train.timeout_s)) as world:
+    with ExitStack() as stack:
+        world = stack.enter_context(closing(World.from_env(inputs.config.train.timeout_s)))
+        stack.callback(inputs.close_tools)
         require_same_data(world, records)
         settle, trace = settle_device(world.device), Trace()
         builder, timer = Builder(inputs, world, trace), PhaseTimer(trace, settle)

@@ -11,6 +11,7 @@ from pathlib import Path
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault
 from hybridflow.config.schema import Config
+from hybridflow.config.tools_schema import ToolsConfig
 
 TRAINED_TOKENIZER = "tokenizer.model"
 
@@ -30,6 +31,8 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
         faults += _reward_function(config.cost.function, "cost.function")
     if command in (Command.TRAIN, Command.API):
         faults += _algorithm_functions(config)
+    if command in (Command.TRAIN, Command.API, Command.EVALUATE):
+        faults += _tools(config.tools)
     return faults
 
 
@@ -81,6 +84,13 @@ def _algorithm_functions(config: Config) -> Iterator[Fault]:
         file = "" if spec is None else spec.rpartition(":")[0]
         if file and not Path(file).expanduser().is_file():
             yield Fault(key, spec, f"there is no file {file}")
+
+
+def _tools(tools: ToolsConfig) -> Iterator[Fault]:
+    for key, value, file in (("tools.file", tools.file, tools.file or ""),
+                             ("tools.call", tools.call, tools.call.rpartition(":")[0])):
+        if file and not (file.endswith(".py") and Path(file).expanduser().is_file()):
+            yield Fault(key, value, f"there is no Python file {file}")
 
 
 def _template(path: str | None) -> Iterator[Fault]:

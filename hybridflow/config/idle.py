@@ -61,6 +61,12 @@ IDLE = (
     Idle(lambda c: CorrectionLevel.NONE is c.algorithm.correction.level
          or c.algorithm.correction.how is CorrectionHow.TRUNCATE, ("algorithm.correction.low",),
          "has no effect where no ratio is masked", "choose algorithm.correction.how mask, with a level"),
+    Idle(lambda c: c.tools.file is None,
+         ("tools.call", "tools.max_turns", "tools.max_observation_tokens", "tools.timeout_s", "tools.on_error",
+          "tools.role", "tools.wrapper"),
+         "has no effect without tools", "give tools.file"),
+    Idle(lambda c: c.tools.wrapper is not None, ("tools.role",),
+         "has no effect with a wrapper", "remove it, or tools.wrapper"),
     Idle(lambda c: c.generation.overlap is not Overlap.PARTIAL, ("generation.max_staleness",),
          "has no effect where answers do not go on over several steps", "choose generation.overlap partial"),
     Idle(lambda c: kl_where_of(c.algorithm) is KLWhere.NONE,

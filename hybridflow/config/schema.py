@@ -1,10 +1,10 @@
 """Every key of a configuration: its type, its default and, in the line under it, what it does.
 
 Owns the dataclasses; the `model` block and the layouts are in `model_schema`, the `algorithm` block in
-`algorithm_schema`, data and evaluation in `data_schema`, the `preference` block in `preference_schema`, the words that
-a key may hold in `words`. It checks nothing beyond types (`validate` does) and derives nothing (`layouts`, `batch_math`
-and `recipe` do). A YAML file names only what differs from here. `describe` makes the table of keys from the lines under
-them.
+`algorithm_schema`, data and evaluation in `data_schema`, the blocks `preference` and `tools` in `preference_schema` and
+`tools_schema`, the words that a key may hold in `words`. It checks nothing beyond types (`validate` does) and derives
+nothing (`layouts`, `batch_math` and `recipe` do). A YAML file names only what differs from here. `describe` makes the
+table of keys from the lines under them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from hybridflow.config.algorithm_schema import AlgorithmConfig, CostConfig
 from hybridflow.config.data_schema import DataConfig, EvaluationConfig
 from hybridflow.config.model_schema import LayoutConfig, ModelsConfig, PlacementConfig
 from hybridflow.config.preference_schema import PreferenceConfig
+from hybridflow.config.tools_schema import ToolsConfig
 from hybridflow.config.words import (
     Decay,
     EngineName,
@@ -267,6 +268,8 @@ class Config:
     """Ranks of the roles."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Rollouts."""
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+    """Tools that answers may call."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """The algorithm."""
     data: DataConfig = field(default_factory=DataConfig)

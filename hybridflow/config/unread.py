@@ -59,10 +59,10 @@ TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient
 SAMPLING = ("generation.samples_per_prompt", "generation.temperature", "generation.top_k", "generation.top_p",
             "generation.min_p")
 ROLLING_OUT = (*SAMPLING, "generation.batch_invariant", "generation.overlap", "generation.max_staleness",
-               "logging.samples")
+               "logging.samples", "tools")
 REDUCTION = ("algorithm.loss_reduction", "algorithm.constant_length")
 JUDGING = ("reward", "model.reward_model", "evaluation.samples_per_prompt", "evaluation.temperature",
-           "evaluation.top_k", "evaluation.top_p", "evaluation.min_p", "evaluation.save_answers")
+           "evaluation.top_k", "evaluation.top_p", "evaluation.min_p", "evaluation.save_answers", "tools")
 # Of generation all but max_new_tokens, which bounds the answers in the data too.
 ANSWERING = ("generation.engine", "generation.layout", "generation.balance", "generation.min_new_tokens",
              "generation.repetition_penalty", "generation.stop", "generation.max_rows", "generation.max_step_tokens",

@@ -30,6 +30,7 @@ from hybridflow.config.model_schema import ModelSpec
 from hybridflow.config.placement_rules import placement_faults
 from hybridflow.config.recipe import choices_of_advantage, needs_of, resample_rounds_of
 from hybridflow.config.schema import Config
+from hybridflow.config.tool_rules import tool_faults
 from hybridflow.config.unread import unread_keys
 from hybridflow.config.words import (
     Decay,
@@ -41,6 +42,7 @@ from hybridflow.config.words import (
     ReduceDtype,
 )
 from hybridflow.parallel.arithmetic import round_up
+from hybridflow.tools.detect import BUILT_IN
 
 
 def validate(config: Config, world_size: int, command: Command = Command.TRAIN) -> list[Fault]:
@@ -63,6 +65,8 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
         known = {fault.key for fault in unread}
         faults += [*unread, *(fault for fault in idle_keys(config, command) if fault.key not in known)]
         faults += [*_schedule(config, command), *_precision(config), *_memory(config)]
+    if command in (Command.TRAIN, Command.API, Command.EVALUATE):
+        faults += [*tool_faults(config), *_function("tools.call", config.tools.call, tuple(BUILT_IN))]
     if command is not Command.EXPORT:
         faults += [*_generation(config), *_invariance(config, command), *_vllm(config, command)]
     if command not in (Command.API, Command.COMPLETE, Command.EXPORT):

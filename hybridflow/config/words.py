@@ -145,3 +145,8 @@ class WandbMode(Enum):
     OFFLINE = "offline"
     ONLINE = "online"
     OFF = "off"
+
+
+class OnToolError(Enum):
+    OBSERVE = "observe"
+    END = "end"

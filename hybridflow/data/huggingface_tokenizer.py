@@ -74,6 +74,24 @@ class HuggingFaceTokenizer:
         # A template writes the bos token itself where its model wants one.
         return [ids if t else self.prefix + ids for ids, t in zip(self._encode(texts), templated)]
 
+    def turn_between(self, role: str) -> tuple[str, str] | None:
+        """What the template puts around a message of `role` behind an answer.
+
+        Raises ValueError if it refuses such a message, or leaves it out.
+        """
+        if self.template is None:
+            return None
+        asked, answer, message = ChatMessage("user", "2 + 3?"), "first-marked-answer", "second-marked-message"
+        try:
+            text = self._render((asked, ChatMessage("assistant", answer), ChatMessage(role, message)))
+        except ValueError as error:
+            raise ValueError(f"tools.role = {role}: {error}; choose user, or give tools.wrapper") from error
+        if text.count(answer) != 1 or text.partition(answer)[2].count(message) != 1:
+            raise ValueError(f"tools.role = {role}: the chat template leaves such a message behind an answer out; "
+                             "choose user, or give tools.wrapper")
+        between, _, behind = text.partition(answer)[2].partition(message)
+        return between, behind
+
     def save(self, folder: str | Path) -> tuple[Path, ...]:
         """Copy the tokenizer's own files, byte for byte: saving anew would rewrite them in this version's form."""
         folder = Path(folder)

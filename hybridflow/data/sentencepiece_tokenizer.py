@@ -68,6 +68,9 @@ class SentencePieceTokenizer:
         texts = [plain_chat(self.chat.applied(prompt)) for prompt in prompts]
         return [self.prefix + ids for ids in self.processor.encode(texts, num_threads=1)]
 
+    def turn_between(self, role: str) -> None:
+        """There is no chat template."""
+
     def save(self, folder: str | Path) -> tuple[Path, ...]:
         """Write tokenizer.model and the Hugging Face form (see sentencepiece_export).
 

@@ -45,6 +45,14 @@ class Tokenizer(Protocol):
         """encode_prompt of each; one call, because backends are several times faster on many texts at once."""
         ...
 
+    def turn_between(self, role: str) -> tuple[str, str] | None:
+        """What the chat template puts between an answer of the model and a message of `role` behind it (with the end of
+        the answer's turn), and between that message and the next answer; None without a template.
+
+        Raises ValueError if the template has no messages of that role.
+        """
+        ...
+
     def save(self, folder: str | Path) -> tuple[Path, ...]:
         """Write the files that make `AutoTokenizer.from_pretrained(folder)` give the same ids; returns their paths."""
         ...

@@ -57,6 +57,14 @@ _ROLLOUT = (
     MetricInfo("rollout/prompt_tokens_max", "tokens", "Length of the longest prompt.", "-"),
     MetricInfo("rollout/prompt_tokens_min", "tokens", "Length of the shortest prompt.", "-"),
     MetricInfo("rollout/prompt_limit_fraction", "fraction", "Prompts as long as data.max_prompt_length.", _SAMPLES),
+    MetricInfo("rollout/turns_mean", "turns", "Turns of the model in an answer (with tools.file).", _SAMPLES),
+    MetricInfo("rollout/turns_max", "turns", "The most of any answer.", "-"),
+    MetricInfo("rollout/tool_calls", "count", "Calls of tools in the step's answers.", "-"),
+    MetricInfo("rollout/tool_faults", "count", "Of these, those that failed: no such tool, raised, gave nothing, ran "
+               "too long, crashed.", "-"),
+    MetricInfo("rollout/observations_cut", "count", "Observations longer than tools.max_observation_tokens.", "-"),
+    MetricInfo("rollout/observation_fraction", "fraction", "Tokens that tools said, with what stands around them; they "
+               "are trained nowhere.", "response tokens of the step, all ranks"),
     MetricInfo("rollout/finished_fraction", "fraction", "Rollouts that ended at a stop token, not at the length limit.",
                _SAMPLES),
 )

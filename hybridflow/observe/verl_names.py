@@ -98,7 +98,8 @@ _CRITIC = (
     *(_same(f"critic/score/{moment}", f"reward/{moment}", FAILED) for moment in ("mean", "max", "min")),
     VerlMetric("critic/rewards/mean", ("reward/mean", "policy/kl_coef", "policy/kl_reference", RESPONSE),
                lambda reward, coef, kl, response: reward - coef * kl * response,
-               "reward/mean - policy/kl_coef x policy/kl_reference x response_tokens_mean", FAILED),
+               "reward/mean - policy/kl_coef x policy/kl_reference x response_tokens_mean", FAILED,
+               unless="rollout/turns_mean"),
     *(_same(f"critic/rewards/{moment}", f"reward/{moment}",
             FAILED + "; with a KL in the reward there is the mean alone", unless="policy/kl_coef")
       for moment in ("mean", "max", "min")),

@@ -70,7 +70,7 @@ class SoftOverlong:
     def punishment(self, batch: Batch) -> Tensor:
         """`[rows]` fp64, at most 0."""
         assert batch.scores is not None
-        lengths = torch.tensor(batch.response_lengths, device=batch.scores.device)
+        lengths = torch.tensor(batch.policy_lengths, device=batch.scores.device)
         return soft_overlong_punishment(lengths, max_length=self.max_length, buffer=self.buffer)
 
 

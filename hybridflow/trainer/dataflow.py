@@ -220,8 +220,8 @@ class _ActorLoss:
         assert isinstance(output, HeadOutput)
         if columns.rollout_log_probs is not None and columns.rollout_log_probs.numel():
             gap = (output.log_probs.detach() - columns.rollout_log_probs).abs()
-            if columns.pretrain_weight is not None:  # tokens that nobody sampled
-                gap = torch.where(columns.pretrain_weight == 0, gap, 0.0)
+            if columns.loss_mask is not None:  # pretraining pairs, and what tools said: tokens that nobody sampled
+                gap = torch.where(columns.loss_mask != 0, gap, 0.0)
             gap = gap.max()
             self.largest_gap = torch.maximum(self.largest_gap, gap.double())
         return self.objective(output.log_probs, output.entropy, columns, rows)

@@ -28,6 +28,7 @@ from hybridflow.trainer.held_out_scores import PromptAnswers, held_out_metrics
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.judging import RewardSource, judged
 from hybridflow.trainer.rollout import Rollout
+from hybridflow.trainer.turns import said
 
 # What a reward function may report, beside its score, as what an answer comes to (verl's name, and a plain one).
 VOTE_KEYS = ("pred", "extracted")
@@ -113,14 +114,14 @@ class Evaluator:
         """What each answer votes for, and its text where that is kept, in order; nothing where neither is looked at.
 
         An answer votes for what the reward function reports, else for what stands in its last `<answer>...</answer>`,
-        else for all of it, without white space around it.
+        else for all of it (of answers that may call tools: of the last turn), without white space around it.
         """
         if self.samples == 1 and not self.keeps_answers:
             return []
         world, mine = self.asker.world, []
-        for row, sample in zip(batch.home[world.rank], batch.samples, strict=True):
-            text = self.text(sample.response)
-            mine.append((row, extract_answer(text), text if self.keeps_answers else ""))
+        for row, sample, one in zip(batch.home[world.rank], batch.samples, said(batch), strict=True):
+            vote = self.text(sample.response if one is None else one.last)
+            mine.append((row, extract_answer(vote), self.text(sample.response) if self.keeps_answers else ""))
         given = [(row, vote) for row, extras in self.rewards.last_extras.items()
                  if (vote := reported_vote(extras)) is not None]
         told = share_json(world, [mine, given])

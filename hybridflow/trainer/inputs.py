@@ -18,7 +18,7 @@ from hybridflow.config.algorithm_schema import AlgorithmConfig
 from hybridflow.config.recipe import with_recipe
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
-from hybridflow.config.words import EngineName
+from hybridflow.config.words import EngineName, OnToolError
 from hybridflow.data.chat import ChatFormat
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.generation.blocks import BLOCK_TOKENS
@@ -31,7 +31,11 @@ from hybridflow.parallel.arithmetic import ceil_div
 from hybridflow.parallel.world import default_device
 from hybridflow.response_text import ResponseEnds
 from hybridflow.rewards.function import ReasoningScoring, RewardFunction
+from hybridflow.tools.detect import call_ends
+from hybridflow.tools.observation import ObservationForm
+from hybridflow.tools.toolbox import ToolBox
 from hybridflow.trainer.engine_options import DTYPES, MIB
+from hybridflow.trainer.turns import TurnLoop
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Inputs:
         ends: what ends a response: the tokenizer's and the model's ends, and generation.stop.
         reward_function: with its workers running; None where a reward model scores, or nothing does.
         cost_function: likewise of costs (safe_rlhf).
+        turns: of answers that may call tools, with the tools' workers running; None where an answer is one turn.
         estimator, policy_loss: those of the algorithm, the user's own files run; None where nothing is scored.
     """
 
@@ -54,6 +59,7 @@ class Inputs:
     estimator: Estimator | None = None
     policy_loss: PolicyLoss | None = None
     cost_function: RewardFunction | None = None
+    turns: TurnLoop | None = None
 
     @classmethod
     def read(cls, config: Config, tokenizer: Tokenizer | None = None, *, scores: bool = True,
@@ -82,13 +88,20 @@ class Inputs:
             require_weights("model.reward_model.path", config.model.reward_model.path, Head.SCORE)
             require_weights("model.cost_model.path", config.model.cost_model.path, Head.SCORE)
             require_weights("model.cost_critic.path", config.model.cost_critic.path, Head.VALUE)
-        ends = response_ends(config.generation.stop, opened, model)
+        calls = call_ends(config.tools.call) if scores and config.tools.file is not None else ()
+        ends = response_ends([*config.generation.stop, *calls], opened, model)
         if config.generation.engine is EngineName.VLLM:
             require_vllm(config, ends)
         if not scores:
             return cls(config, opened, model, ends, None)
         functions = _algorithm_functions(with_recipe(config).algorithm)
-        return cls(config, opened, model, ends, _reward_function(config), *functions, _cost_function(config))
+        return cls(config, opened, model, ends, _reward_function(config), *functions, _cost_function(config),
+                   _turn_loop(config, opened))
+
+    def close_tools(self) -> None:
+        """End the workers of tools, if any."""
+        if self.turns is not None:
+            self.turns.toolbox.close()
 
 
 def chat_format(config: Config) -> ChatFormat:
@@ -208,6 +221,16 @@ def _algorithm_functions(algorithm: AlgorithmConfig) -> tuple[Estimator, PolicyL
 def _cost_function(config: Config) -> RewardFunction | None:
     cost = config.cost
     return None if cost.function is None else RewardFunction.load(cost.function, timeout_s=cost.timeout_s)
+
+
+def _turn_loop(config: Config, tokenizer: Tokenizer) -> TurnLoop | None:
+    """With its tools loaded; None without tools."""
+    tools = config.tools
+    if tools.file is None:
+        return None
+    form = ObservationForm.of(tokenizer, tools.wrapper, tools.role, limit=tools.max_observation_tokens)
+    return TurnLoop(ToolBox(tools.file, tools.call, timeout_s=tools.timeout_s), form, tokenizer, tools.max_turns,
+                    ends_at_error=tools.on_error is OnToolError.END)
 
 
 def _reward_function(config: Config) -> RewardFunction | None:

@@ -21,6 +21,8 @@ from hybridflow.trainer.board import Board, Metrics
 from hybridflow.trainer.judging import RewardSource, judged, score_moments
 from hybridflow.trainer.rollout_source import Experience, More, OnPolicy
 
+ADD_UP = ("rollout/samples", "rollout/tool_calls", "rollout/tool_faults", "rollout/observations_cut")
+
 
 class Resampling:
     """Generates and scores until as many prompts as a step has say something, or the rounds are over. Where none says
@@ -70,7 +72,7 @@ class Resampling:
             for name, value in one.said.items():
                 told[name].append(value)
         for name, values in told.items():
-            adds_up = name.startswith("reward/faults") or name == "rollout/samples"
+            adds_up = name.startswith("reward/faults") or name in ADD_UP
             board.said[name] = sum(values) if adds_up else sum(values) / len(values)
         board.said |= score_moments(scores) | {"rollout/rounds": float(len(rounds)),
                                                "rollout/prompts_with_signal": float(num_kept)}

@@ -24,6 +24,7 @@ from hybridflow.response_text import ResponseEnds, answer_text
 from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.records import FaultKind, RewardRequest, RewardResult
 from hybridflow.trainer.roles import RowScores, ScoringRole
+from hybridflow.trainer.turns import Said, said
 
 
 class FunctionRewards:
@@ -50,10 +51,15 @@ class FunctionRewards:
         """End the function's workers."""
         self.function.close()
 
-    def request(self, prompt: TokenisedPrompt, response: Sequence[int]) -> RewardRequest:
-        record = prompt.record
+    def request(self, prompt: TokenisedPrompt, response: Sequence[int], said: Said | None = None) -> RewardRequest:
+        """What the function is given. Where tools may be called the solution is all behind the prompt, what tools said
+        too, and extra_info has num_turns and the text of the last turn, last_answer.
+        """
+        record, info = prompt.record, prompt.record.extra_info
+        if said is not None:
+            info = {**info, "num_turns": said.turns, "last_answer": answer_text(self.tokenizer, said.last, self.ends)}
         return RewardRequest(record.data_source, answer_text(self.tokenizer, response, self.ends),
-                             record.ground_truth, record.extra_info, record.entry)
+                             record.ground_truth, info, record.entry)
 
     def tell(self, result: RewardResult, requests: Sequence[RewardRequest], crew: Crew) -> dict[str, float]:
         """The metrics of all ranks' rows, and the first rank's sentence on faults into `last_fault`."""
@@ -77,8 +83,8 @@ class FunctionJudgement:
     def __init__(self, source: FunctionRewards, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> None:
         self._source, self._num_rows = source, batch.num_rows
         self._mine = list(batch.home[source.world.rank])
-        self._requests = [source.request(prompts[batch.groups[row]], sample.response)
-                          for row, sample in zip(self._mine, batch.samples)]
+        self._requests = [source.request(prompts[batch.groups[row]], sample.response, one) for row, sample, one
+                          in zip(self._mine, batch.samples, said(batch), strict=True)]
         self._result = RewardResult.of([])
 
     def work(self) -> None:

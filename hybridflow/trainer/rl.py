@@ -78,7 +78,7 @@ class RLTrainer:
             actor,
             Sampler(actor, builder.hybrid(actor), self.config.train.seed, self.timer,
                     self.trace.lane(TraceCategory.RESHARD), builder.balance, keeps_weights=builder.generates_alone,
-                    tells_versions=self.config.generation.overlap is not Overlap.NONE),
+                    tells_versions=self.config.generation.overlap is not Overlap.NONE, turns=self.inputs.turns),
             builder.rewards(),
             critic=builder.critic(updates) if Role.CRITIC in wanted else None,
             reference=builder.reference() if Role.REFERENCE in wanted else None,
@@ -150,8 +150,9 @@ class RLTrainer:
         export_role(folder, self.roles.actor, self.tokenizer)
 
     def close(self) -> None:
-        """End the workers of the reward function."""
+        """End the workers of reward functions and tools."""
         self.roles.rewards.close()
+        self.inputs.close_tools()
         if self.roles.costs is not None:
             self.roles.costs.close()
 

@@ -215,7 +215,7 @@ class TrainedRole(ScoringRole):
         replicas. Every rank calls it, and none waits here.
         """
         share = self.share(rows, [batch.row_lengths[row] for row in rows], self.training)
-        lengths = [batch.response_lengths[row] for row in rows if batch.is_trained[row]]
+        lengths = [batch.policy_lengths[row] for row in rows if batch.is_trained[row]]
         return Lesson(batch.send(self.world, share.rows_of), share.sizes, response_counts(lengths))
 
     def take(self, lesson: Lesson, loss: Loss, reshard: Resharder | None = None) -> Update | None:
@@ -253,9 +253,9 @@ class TrainedRole(ScoringRole):
                                       trace=self.lane, reshard=reshard)
 
 
-def response_counts(response_lengths: Sequence[int]) -> GlobalCounts:
-    """Counts of an optimizer batch in which every token of these responses is trained."""
-    return GlobalCounts(tokens=sum(response_lengths), sequences=sum(length > 0 for length in response_lengths))
+def response_counts(trained_lengths: Sequence[int]) -> GlobalCounts:
+    """Counts of an optimizer batch whose responses have so many trained tokens each."""
+    return GlobalCounts(tokens=sum(trained_lengths), sequences=sum(length > 0 for length in trained_lengths))
 
 
 def values(output: Output) -> Tensor:

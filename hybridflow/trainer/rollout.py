@@ -30,21 +30,24 @@ from hybridflow.row_moves import RowsOfRank
 from hybridflow.trainer.board import Board
 from hybridflow.trainer.roles import TrainedRole
 from hybridflow.trainer.row_stream import RowSender, speaker
+from hybridflow.trainer.turns import NUM_NUMBERS, Talk, TurnLoop, talk_metrics, with_talks
 
 
 @dataclass(frozen=True)
 class Rollout:
     """A batch as generated. `finished` is the number of rows that ended at a stop token, over all ranks; `replicas`
-    says of each row which replica of generation made it.
+    says of each row which replica of generation made it; `talks` are the numbers of each row's `Talk`, where there were
+    tools.
     """
 
     batch: Batch
     finished: int
     replicas: tuple[int, ...]
+    talks: tuple[tuple[int, ...], ...] | None = None
 
     def metrics(self) -> dict[str, float]:
         lengths, prompts = self.batch.response_lengths, self.batch.prompt_lengths
-        return {
+        return ({} if self.talks is None else talk_metrics(self.talks, sum(lengths))) | {
             "rollout/samples": float(len(lengths)),
             "rollout/prompt_tokens_mean": sum(prompts) / len(lengths),
             "rollout/response_tokens_mean": sum(lengths) / len(lengths),
@@ -62,13 +65,16 @@ class Sampler:
     """
 
     def __init__(self, actor: TrainedRole, hybrid: HybridEngine, seed: int, timer: PhaseTimer, lane: Lane,
-                 balance: Balance = Balance.OWN, *, keeps_weights: bool = False, tells_versions: bool = False) -> None:
+                 balance: Balance = Balance.OWN, *, keeps_weights: bool = False, tells_versions: bool = False,
+                 turns: TurnLoop | None = None) -> None:
         """
         Args:
             lane: gets a span for each reshard.
             keeps_weights: between rollouts, since no other role needs the memory of the ranks that generate.
             tells_versions: have tokens say under which weights they were drawn, where these may not be the newest.
+            turns: of answers that may call tools; None: an answer is one turn.
         """
+        self.turns = turns
         self.actor, self.hybrid, self.seed, self.timer, self.lane = actor, hybrid, seed, timer, lane
         self.balance, self.keeps_weights, self.tells_versions = balance, keeps_weights, tells_versions
         self._timed = ExitStack()  # the phase and the span of a reshard under way
@@ -101,7 +107,8 @@ class Sampler:
         hybrid, dtype = self.hybrid, torch.promote_types(self.actor.blueprint.options.dtype, torch.float32)
         with self.timer.phase(Phase.GENERATE):
             under_way = begin(hybrid.generator, hybrid.mesh, prompts, params, samples=samples, seed=self.seed,
-                              version=hybrid.version, dtype=dtype, balance=self.balance, listeners=listeners)
+                              version=hybrid.version, dtype=dtype, balance=self.balance, listeners=listeners,
+                              turns=self.turns)
             if not (self.keeps_weights or more_follows):
                 hybrid.free()
         return replace(under_way, tells_versions=self.tells_versions)
@@ -140,6 +147,7 @@ class RolloutUnderWay:
         by_row: what this rank's replica made.
         dtype: of the log-probs.
         tells_versions: whether tokens say under which weights they were drawn.
+        talks: what tools had to do with the answers in `by_row`; None where there are no tools, on all ranks alike.
     """
 
     mesh: Mesh | Outside
@@ -148,14 +156,18 @@ class RolloutUnderWay:
     by_row: Mapping[int, Completion]
     dtype: torch.dtype
     tells_versions: bool = False
+    talks: Mapping[int, Talk] | None = None
 
     def finish(self) -> Rollout:
         """Let every rank know the lengths of all answers. Collective over the world: this is where ranks that do not
         generate wait for those that do.
         """
-        answered = Answered.exchanged(self.mesh, len(self.requests), self.by_row)
-        return Rollout(batch_of(self.mesh, self.requests, self.groups, self.by_row, answered, self.dtype,
-                                tells_versions=self.tells_versions), answered.finished, answered.replica)
+        answered = Answered.exchanged(self.mesh, len(self.requests), self.by_row, self.talks)
+        batch = batch_of(self.mesh, self.requests, self.groups, self.by_row, answered, self.dtype,
+                         tells_versions=self.tells_versions)
+        if self.talks is not None:
+            batch = with_talks(batch, self.talks, answered.talks, self.mesh.world.rank)
+        return Rollout(batch, answered.finished, answered.replica, None if self.talks is None else answered.talks)
 
 
 def batch_of(mesh: Mesh | Outside, requests: Sequence[Prompt], groups: tuple[int, ...],
@@ -179,18 +191,25 @@ def batch_of(mesh: Mesh | Outside, requests: Sequence[Prompt], groups: tuple[int
 
 def begin(generator: GenerationEngine | None, mesh: Mesh | Outside, prompts: Sequence[TokenisedPrompt],
           params: SamplingParams, *, samples: int, seed: int, version: int | None, dtype: torch.dtype,
-          balance: Balance = Balance.OWN, listeners: Sequence[Grid] = ()) -> RolloutUnderWay:
-    """Let the replicas of `mesh` answer `prompts` under the weights of `version` (None: whatever they are)."""
+          balance: Balance = Balance.OWN, listeners: Sequence[Grid] = (),
+          turns: TurnLoop | None = None) -> RolloutUnderWay:
+    """Let the replicas of `mesh` answer `prompts` under the weights of `version` (None: whatever they are), in several
+    `turns` where there are tools.
+    """
     requests = [Prompt(prompt.id, sample, prompt.ids) for prompt in prompts for sample in range(samples)]
     groups = tuple(group for group in range(len(prompts)) for _ in range(samples))
     sender = None
     if listeners and isinstance(mesh, Mesh) and speaker(mesh.grid, mesh.coord.dp) == mesh.world.rank:
         sender = RowSender(mesh, requests, listeners)
+    ended, talks = None if sender is None else sender.end, None if turns is None else {}
     by_row = complete(generator, mesh, requests, params, seed=seed, version=version, balance=balance,
-                      ended=None if sender is None else sender.end)
+                      ended=ended if turns is None else None)
+    if turns is not None and isinstance(mesh, Mesh):
+        by_row, talks = turns.converse(generator, mesh, requests, by_row, params, seed=seed, version=version,
+                                       ended=ended)
     if sender is not None:
         sender.finish()
-    return RolloutUnderWay(mesh, requests, groups, by_row, dtype)
+    return RolloutUnderWay(mesh, requests, groups, by_row, dtype, talks=talks)
 
 
 def complete(generator: GenerationEngine | None, mesh: Mesh | Outside, requests: Sequence[Prompt],
@@ -225,23 +244,26 @@ class Answered:
     Attributes:
         replica, lengths: of each row: who generated it, and tokens of its response.
         finished: rows that ended at a stop token.
+        talks: of each row `Talk.numbers`.
     """
 
     replica: tuple[int, ...]
     lengths: tuple[int, ...]
     finished: int
+    talks: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def exchanged(cls, mesh: Mesh | Outside, num_rows: int, by_row: Mapping[int, Completion]) -> Answered:
+    def exchanged(cls, mesh: Mesh | Outside, num_rows: int, by_row: Mapping[int, Completion],
+                  talks: Mapping[int, Talk] | None = None) -> Answered:
         """From what each replica has, which all of its ranks do. Collective over the world."""
-        table = torch.zeros(4, num_rows, dtype=torch.int64)
+        table = torch.zeros(4 + NUM_NUMBERS, num_rows, dtype=torch.int64)
         if isinstance(mesh, Mesh) and TRANSFERS[Protocol.THREE_D_ALL_MICRO_DP].answers(mesh.coord, mesh.layout):
-            told = [(1, mesh.coord.dp, len(c.response_ids), c.finish_reason is FinishReason.STOP)
-                    for c in by_row.values()]
-            table[:, list(by_row)] = torch.tensor(told, dtype=torch.int64).view(-1, 4).T
-        answers, replica, lengths, stopped = Crew.whole(mesh.world).sum(table.to(mesh.device)).tolist()
+            told = [(1, mesh.coord.dp, len(c.response_ids), c.finish_reason is FinishReason.STOP,
+                     *(talks or {}).get(row, Talk()).numbers()) for row, c in by_row.items()]
+            table[:, list(by_row)] = torch.tensor(told, dtype=torch.int64).view(-1, 4 + NUM_NUMBERS).T
+        answers, replica, lengths, stopped, *numbers = Crew.whole(mesh.world).sum(table.to(mesh.device)).tolist()
         assert set(answers) <= {1}, "a prompt was handed out never, or twice"
-        return cls(tuple(replica), tuple(lengths), sum(stopped))
+        return cls(tuple(replica), tuple(lengths), sum(stopped), tuple(zip(*numbers)))
 
     def homes(self, grid: Grid, world_size: int) -> RowsOfRank:
         """Each replica's rows, in order and evenly, over its stages and their tensor ranks."""

@@ -22,8 +22,9 @@ def staleness(batch: Batch, actor: TrainEngine | Elsewhere, crew: Crew) -> Metri
     largest = torch.zeros(crew.size, dtype=torch.float64, device=versions.device)
     if versions.numel():
         assert isinstance(actor, TrainEngine), "rows are at home where the actor trains"
-        behind = actor.version - versions.double()
-        largest[crew.group.index] = behind.max()
+        mask = batch.columns.loss_mask
+        behind = actor.version - (versions if mask is None else versions[mask != 0]).double()
+        largest[crew.group.index] = torch.cat([behind, largest[:1]]).max()
         sums += torch.stack([behind.sum(), torch.ones_like(behind).sum()])
     total, tokens = crew.sum(sums).tolist()
     return {"rollout/staleness_mean": total / max(tokens, 1.0), "rollout/staleness_max": crew.sum(largest).max().item()}

@@ -9,7 +9,7 @@ from tests.config.test_validate import faults
 
 # --- bounds: each key of the table is refused outside and accepted at an edge -------------------------------------
 
-OUTSIDE = {"must be at least 1": 0, "must not be negative": -1, "must be a finite number that is not negative": -0.5,
+OUTSIDE = {"must be at least 1": 0, "must be at least 2": 1, "must not be negative": -1, "must be a finite number that is not negative": -0.5,
            "must be a finite number above 0": 0, "must be a finite number of at least 1": 0.5, "must be above 1": 1,
            "must lie in [1, 2^32]": 0.5, "must lie in [0.001, 1000]": 0, "must be a finite number": ".inf",
            "must lie in [1, 256]": 257, "must lie in [0, 1]": 1.5,
@@ -43,6 +43,10 @@ SET = {
     "algorithm.kl.estimator": "algorithm.kl.estimator=k3", "algorithm.kl.coef": "algorithm.kl.coef=0.5",
     "algorithm.kl.target": "algorithm.kl.target=3", "model.reference": "model.reference.layout.tp=1",
     "algorithm.constant_length": "algorithm.constant_length=5",
+    "tools.call": "tools.call=json", "tools.max_turns": "tools.max_turns=3",
+    "tools.max_observation_tokens": "tools.max_observation_tokens=9", "tools.timeout_s": "tools.timeout_s=2",
+    "tools.on_error": "tools.on_error=end", "tools.role": "tools.role=user",
+    "tools.wrapper": "tools.wrapper='({observation})'",
     "generation.max_staleness": "generation.max_staleness=3", "placement.critic": "placement.critic=0",
     "placement.reference": "placement.reference=0",
     "placement.reward": "placement.reward=0",
@@ -75,7 +79,8 @@ GRPO = ["algorithm.name=grpo", "generation.samples_per_prompt=2"]
 SAFE = ["algorithm.name=safe_rlhf", "cost.function=a.py:f"]
 CONDITIONS = [
     GRPO, GRPO, GRPO, [], ["algorithm.policy_loss=reinforce"], ["algorithm.policy_loss=cispo"], [],
-    ["algorithm.correction.level=token"], [], [], [], ["algorithm.kl.where=loss"], [],
+    ["algorithm.correction.level=token"], [], ["tools.file=a.py", "tools.wrapper='{observation}'"],
+    [], [], [], ["algorithm.kl.where=loss"], [],
     [], ["algorithm.name=safe_rlhf", "model.cost_model.path=m"], SAFE, SAFE, [],
     ["model.reward_model.path=m"],
     ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],

@@ -29,6 +29,9 @@ def unread(command, *overrides):
     (Command.SFT, "train.forward_micro_batch_size=2"),
     (Command.SFT, "train.forward_micro_batch_tokens=400"),
     (Command.SFT, "logging.samples=0"),
+    (Command.SFT, "tools.file=a.py"),
+    (Command.DPO, "tools.file=a.py"),
+    (Command.REWARD_MODEL, "tools.file=a.py"),
     (Command.TRAIN, "preference.steps=5"),
     (Command.SFT, "preference.beta=0.5"),
     (Command.DPO, "sft.steps=5"),
@@ -81,7 +84,8 @@ def test_it_is_refused(command, override):
     (Command.REWARD_MODEL, ["preference={margin_key: gap, centre_coef: 0.1}", "data.source=jsonl",
                             "data.train_files=[a]", "generation.max_new_tokens=9", "logging.trace_step=5"]),
     (Command.API, ["data.tasks=[{name: countdown}]", "logging.samples=0", "logging.wandb=offline"]),
-    (Command.API, ["data.system_prompt=x", "data.chat_template_kwargs={a: 1}", "logging.verl_names=true"]),
+    (Command.API, ["data.system_prompt=x", "data.chat_template_kwargs={a: 1}", "logging.verl_names=true",
+                   "tools={file: a.py, call: json}"]),
     (Command.SFT, ["evaluation={samples_per_prompt: 4, temperature: 1.0}", "logging.verl_names=true"]),
 ])
 def test_what_is_read_is_not_refused(command, overrides):
