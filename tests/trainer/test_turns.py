@@ -8,13 +8,14 @@ import torch
 from hybridflow.batch import Batch
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import PromptRecord
-from hybridflow.generation.records import Completion, FinishReason, SamplingParams
+from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.world import World
 from hybridflow.tools.observation import ObservationForm
 from hybridflow.tools.toolbox import ToolReply
 from hybridflow.trainer.rollout import begin
 from hybridflow.trainer.turns import TurnLoop, said
+from tests.generation.test_engine import full_log_probs, make_generator
 from tests.ranks import run_ranks
 from tests.trainer.test_rollout import RuleGenerator
 
@@ -47,6 +48,22 @@ class EchoBox:
                 for turn in turns]
 
 
+@dataclass
+class FailingBox(EchoBox):
+    """Second calls fail."""
+
+    def answer(self, turns):
+        replies = super().answer(turns)
+        return [reply and replace(reply, failed=not turn.startswith(chr(0))) for turn, reply in zip(turns, replies)]
+
+
+class SureBox:
+    """Every turn is a call."""
+
+    def answer(self, turns):
+        return [ToolReply("a") for _ in turns]
+
+
 class Speaker(RuleGenerator):
     """Speaks turns of 3 tokens: its place in the answer, the sample's number, and CALL or STOP. Sample j calls in its
     first j turns. Log-probs are -place.
@@ -76,7 +93,7 @@ def prompts_of(number: int) -> list[TokenisedPrompt]:
 
 def loop(limit: int = 5, **settings) -> TurnLoop:
     form = ObservationForm.of(Letters(), "<{observation}>", "tool", limit=limit)
-    return TurnLoop(EchoBox(), form, Letters(), **{"max_turns": 3, **settings})
+    return TurnLoop(**{"toolbox": EchoBox(), "form": form, "tokenizer": Letters(), "max_turns": 3, **settings})
 
 
 def talked(world: World, layout: Layout, turns: TurnLoop, params=PARAMS, ranks=(0,)):
@@ -137,6 +154,50 @@ def test_limits():
     assert rollout.metrics()["rollout/tool_calls"] == 6.0
 
 
+def test_errors_are_read_or_end_the_answer():
+    """Sample 3 fails from its second turn on, which the box tells by its first token."""
+    prompts, params = [replace(one, ids=(7,)) for one in prompts_of(1)], replace(PARAMS, max_new_tokens=60)
+    for ends, turns in ((False, [1, 2, 3, 3]), (True, [1, 2, 2, 2])):
+        mesh = Mesh(Grid(Layout(), (0,)), World.single(torch.device("cpu")))
+        rollout = begin(Speaker(mesh, False), mesh, prompts, params, samples=4, seed=0, version=None,
+                        dtype=torch.float64, turns=loop(ends_at_error=ends, toolbox=FailingBox())).finish()
+        assert [one.turns for one in said(rollout.batch)] == turns
+        assert rollout.metrics()["rollout/tool_faults"] == 2.0
+
+
+def test_the_end_of_an_answer_is_told_once():
+    told: list[tuple[int, tuple[int, ...]]] = []
+    mesh = Mesh(Grid(Layout(), (0,)), World.single(torch.device("cpu")))
+    speaks = Speaker(mesh, False)
+    requests = [Prompt(prompt.id, sample, prompt.ids) for prompt in prompts_of(2) for sample in range(4)]
+    rows, _ = loop().converse(speaks, mesh, requests, dict(enumerate(speaks.generate(requests, PARAMS, 0))), PARAMS,
+                              seed=0, ended=lambda row, ids: told.append((row, ids)))
+    assert sorted(told) == [(row, rows[row].response_ids) for row in range(8)]
+
+
+def test_what_was_generated_is_not_computed_again():
+    """Weights, blocks and prefixes are still there when an answer goes on."""
+    generator = make_generator()
+    mesh = Mesh(Grid(Layout(), (0,)), World.single(torch.device("cpu")))
+    params = SamplingParams(max_new_tokens=80, stop_ids=tuple(range(0, 40)))
+    requests = [Prompt(3, sample, tuple(range(40, 75))) for sample in range(2)]
+    first = dict(enumerate(generator.generate(requests, replace(params, max_new_tokens=40), 5)))
+    before = replace(generator.scheduler.stats)
+    turns = TurnLoop(SureBox(), ObservationForm(Letters(), (41,) * 9, (42,) * 9, limit=1), Letters(), max_turns=2)
+    rows, talks = turns.converse(generator, mesh, requests, first, params, seed=5)
+    known = sum((35 + len(first[row].response_ids) - 1) // 16 * 16 for row in (0, 1))
+    computed = sum(35 + talks[row].observed[0][1] for row in (0, 1))
+    stats = generator.scheduler.stats
+    assert stats.prefix_hit_tokens - before.prefix_hit_tokens == known
+    assert stats.prefill_tokens - before.prefill_tokens == computed - known
+    for row, completion in rows.items():
+        start, stop = talks[row].observed[0]
+        want = full_log_probs(generator, completion)
+        assert completion.log_probs[:start] == pytest.approx(want[:start], abs=1e-9)
+        assert completion.log_probs[start:stop] == (0.0,) * (stop - start)
+        assert completion.log_probs[stop:] == pytest.approx(want[stop:], abs=1e-9)
+
+
 def test_a_turn_end_that_was_sampled_does_not_come_twice():
     form = ObservationForm(Letters(), (CALL, 9), (8,), limit=5)
     assert form.ids("a", CALL) == ((9, 197, 8), False) and form.ids("a", STOP) == ((CALL, 9, 197, 8), False)
@@ -152,7 +213,8 @@ def on_ranks(world: World, layout: Layout) -> tuple[Batch, int, dict[str, float]
 def test_ranks_of_a_replica_agree_and_one_of_them_asks(layout: Layout):
     whole = alone(loop())
     found = run_ranks(4, on_ranks, layout)
-    rows = {row: sample for rank, (batch, _, _) in enumerate(found) for row, sample in zip(batch.home[rank], batch.samples)}
+    rows = {row: sample for rank, (batch, _, _) in enumerate(found)
+            for row, sample in zip(batch.home[rank], batch.samples)}
     assert [rows[row] for row in range(8)] == list(whole.batch.samples)
     assert sum(asked for _, asked, _ in found) == 14 and sum(asked > 0 for _, asked, _ in found) <= layout.dp
     for rank, (batch, _, metrics) in enumerate(found):
