@@ -58,6 +58,10 @@ class HuggingFaceTokenizer:
         """The ids of `text` alone. Special tokens written out in the text are read as such."""
         return self._encode([text])[0]
 
+    def encode_literally(self, text: str) -> list[int]:
+        """The ids of `text` alone, special tokens in it read as letters."""
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens."""
         return decode_known(ids, self.vocab_size, self._decode)

@@ -54,6 +54,10 @@ class SentencePieceTokenizer:
         """The ids of `text` alone."""
         return self.processor.encode(text)
 
+    def encode_literally(self, text: str) -> list[int]:
+        """The same: no text is parsed."""
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bos and eos give nothing."""
         return decode_known(ids, self.vocab_size, self.processor.decode)

@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
         """The ids of `text` alone: nothing in front, nothing at the end."""
         ...
 
+    def encode_literally(self, text: str) -> list[int]:
+        """The same, where special tokens written out in `text` are letters: text from outside forges no turn."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens. Ids that the tokenizer does not have become U+FFFD.
 

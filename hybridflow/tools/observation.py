@@ -49,6 +49,6 @@ class ObservationForm:
         """(ids, whether the observation was cut) behind a turn whose last id is `last`: an end of turn that the model
         has sampled does not come twice.
         """
-        inner: Sequence[int] = self.tokenizer.encode(text)
+        inner: Sequence[int] = self.tokenizer.encode_literally(text)
         head = self.head[1:] if self.head[:1] == (last,) else self.head
         return (*head, *inner[:self.limit], *self.tail), len(inner) > self.limit

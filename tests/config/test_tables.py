@@ -9,7 +9,8 @@ from tests.config.test_validate import faults
 
 # --- bounds: each key of the table is refused outside and accepted at an edge -------------------------------------
 
-OUTSIDE = {"must be at least 1": 0, "must be at least 2": 1, "must not be negative": -1, "must be a finite number that is not negative": -0.5,
+OUTSIDE = {"must be at least 1": 0, "must be at least 2": 1,
+           "must not be negative": -1, "must be a finite number that is not negative": -0.5,
            "must be a finite number above 0": 0, "must be a finite number of at least 1": 0.5, "must be above 1": 1,
            "must lie in [1, 2^32]": 0.5, "must lie in [0.001, 1000]": 0, "must be a finite number": ".inf",
            "must lie in [1, 256]": 257, "must lie in [0, 1]": 1.5,

@@ -8,6 +8,7 @@ import torch
 from hybridflow.batch import Batch
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import PromptRecord
+from hybridflow.generation.blocks import BLOCK_TOKENS
 from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
 from hybridflow.parallel.world import World
@@ -28,6 +29,9 @@ class Letters:
 
     def encode(self, text: str) -> list[int]:
         return [100 + ord(letter) for letter in text]
+
+    def encode_literally(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def decode(self, ids) -> str:
         return "".join(chr(i - 100) if i >= 100 else f"[{i}]" for i in ids)
@@ -55,6 +59,13 @@ class FailingBox(EchoBox):
     def answer(self, turns):
         replies = super().answer(turns)
         return [reply and replace(reply, failed=not turn.startswith(chr(0))) for turn, reply in zip(turns, replies)]
+
+
+class Fives(Letters):
+    """One token for all letters."""
+
+    def encode(self, text: str) -> list[int]:
+        return [5] * len(text)
 
 
 class SureBox:
@@ -179,13 +190,13 @@ def test_what_was_generated_is_not_computed_again():
     """Weights, blocks and prefixes are still there when an answer goes on."""
     generator = make_generator()
     mesh = Mesh(Grid(Layout(), (0,)), World.single(torch.device("cpu")))
-    params = SamplingParams(max_new_tokens=80, stop_ids=tuple(range(0, 40)))
-    requests = [Prompt(3, sample, tuple(range(40, 75))) for sample in range(2)]
+    params = SamplingParams(max_new_tokens=80, stop_ids=(1, 2, 3))
+    requests = [Prompt(3, sample, tuple(range(35))) for sample in range(2)]
     first = dict(enumerate(generator.generate(requests, replace(params, max_new_tokens=40), 5)))
     before = replace(generator.scheduler.stats)
-    turns = TurnLoop(SureBox(), ObservationForm(Letters(), (41,) * 9, (42,) * 9, limit=1), Letters(), max_turns=2)
+    turns = TurnLoop(SureBox(), ObservationForm(Fives(), (6,) * 9, (7,) * 9, limit=1), Letters(), max_turns=2)
     rows, talks = turns.converse(generator, mesh, requests, first, params, seed=5)
-    known = sum((35 + len(first[row].response_ids) - 1) // 16 * 16 for row in (0, 1))
+    known = sum((34 + len(first[row].response_ids)) // BLOCK_TOKENS * BLOCK_TOKENS for row in (0, 1))
     computed = sum(35 + talks[row].observed[0][1] for row in (0, 1))
     stats = generator.scheduler.stats
     assert stats.prefix_hit_tokens - before.prefix_hit_tokens == known
