@@ -93,6 +93,16 @@ def test_rows_are_taken_out_and_batches_joined_where_they_are():
     run_ranks(4, check_take_and_join)
 
 
+def test_tokens_that_tools_said_are_known_of_rows_taken_out_and_joined():
+    samples = (Sample((1,), (2, 3, 4)), Sample((1,), (5,)))
+    talked = Batch((1, 1), (3, 1), (0, 1), ((0, 1),), samples, TokenColumns(), None, (2, 1))
+    plain = Batch((1, 1), (3, 1), (0, 1), ((0, 1),), samples, TokenColumns())
+    assert talked.take(0, [0]).sampled_lengths == (2,) and plain.take(0, [0]).sampled_lengths is None
+    assert talked.policy_lengths == (2, 1) and plain.policy_lengths == (3, 1)
+    assert Batch.joined([talked, plain]).sampled_lengths == (2, 1, 3, 1)
+    assert Batch.joined([plain, plain]).sampled_lengths is None
+
+
 def test_packing_predicts_each_response_token_from_the_position_before_it():
     device = torch.device("cpu")
     packed = MicroBatch.pack([Sample((5, 6), (7, 8, 9)), Sample((1,), (2,))], device=device, multiple_of=4)

@@ -49,7 +49,8 @@ _REWARD = (
 _ROLLOUT = (
     MetricInfo("rollout/samples", "count", "Rollouts made in the step, all ranks.", "-"),
     MetricInfo("rollout/prompt_tokens_mean", "tokens", "Length of a prompt.", _SAMPLES),
-    MetricInfo("rollout/response_tokens_mean", "tokens", "Length of a response, the stop token and what tools said included.", _SAMPLES),
+    MetricInfo("rollout/response_tokens_mean", "tokens", "Length of a response, the stop token and what tools said "
+               "included.", _SAMPLES),
     MetricInfo("rollout/response_tokens_max", "tokens", "Length of the longest response.", "-"),
     MetricInfo("rollout/response_tokens_min", "tokens", "Length of the shortest response.", "-"),
     MetricInfo("rollout/response_limit_fraction", "fraction", "Rollouts as long as generation.max_new_tokens, whether "

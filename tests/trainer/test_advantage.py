@@ -2,6 +2,7 @@
 
 import math
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,6 +116,11 @@ def test_long_responses_lose_reward():
     for rows, _, metrics, _ in on_one_and_two_ranks(advantages, [1.0, 5.0, 4.0]):
         assert rows == {0: [1.0], 1: [4.0] * 3, 2: [3.5] * 2}
         assert metrics["reward/overlong_mean"] == pytest.approx(-0.5)
+
+
+def test_what_tools_say_loses_no_reward():
+    batch = replace(batch_of(World.single(torch.device("cpu")), [1.0, 5.0, 4.0]), sampled_lengths=(1, 2, 2))
+    assert SoftOverlong(max_length=3, buffer=2).punishment(batch).tolist() == [0.0, -0.5, -0.5]
 
 
 def masked_greedily(world: World) -> tuple:

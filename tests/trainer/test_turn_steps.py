@@ -11,6 +11,7 @@ import transformers
 
 from hybridflow.observe.metric_names import check_names
 from hybridflow.parallel.world import World
+from hybridflow.trainer.inputs import Inputs
 from tests.engine.models import canonical_grads
 from tests.ranks import run_ranks
 from tests.trainer.runs import make_tokenizer, run_steps, started, tiny_config
@@ -18,11 +19,12 @@ from tests.trainer.test_placements import PLACEMENTS
 from tests.trainer.test_rl import LAYOUTS, numbers
 
 CALCULATOR = Path(__file__).parents[1] / "tools" / "calculator.py"
+REWARD = Path(__file__).with_name("reward_of_turns.py")
 # Turns end at any of these, and every turn calls a tool.
 KEYS = (f"tools.file={CALCULATOR}", f"tools.call={CALCULATOR}:every_turn", "tools.max_turns=3",
         "tools.max_observation_tokens=6", "tools.wrapper='={observation};'", "generation.max_new_tokens=26",
         f"generation.stop={list(range(3, 90))}",
-        f"reward.function={Path(__file__).with_name('reward_of_turns.py')}:score")
+        f"reward.function={REWARD}:score")
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,26 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps_on(world: World, tokenizer: Path, folder: Path, overrides: tuple[str, ...], steps: int) -> tuple:
     return run_steps(world, tiny_config(tokenizer, folder, (*KEYS, *overrides)), steps)
+
+
+def test_the_config_says_how_tools_are_called(tokenizer: Path, tmp_path: Path):
+    def read(*overrides: str) -> Inputs:
+        inputs = Inputs.read(tiny_config(tokenizer, tmp_path, overrides))
+        inputs.close_tools()
+        inputs.reward_function.close()
+        return inputs
+
+    plain, tags = read(), read(f"tools.file={CALCULATOR}")
+    given = read(f"tools={{file: {CALCULATOR}, call: json, max_turns: 3, max_observation_tokens: 2, timeout_s: 3, "
+                 "on_error: end, wrapper: '={observation}!'}")
+    assert plain.turns is None and plain.ends.strings == ()
+    assert tags.ends.strings == ("</tool>",) and given.ends.strings == ("</tool_call>",)
+    assert (tags.turns.max_turns, tags.turns.ends_at_error) == (4, False)
+    assert (given.turns.max_turns, given.turns.ends_at_error) == (3, True)
+    text = plain.tokenizer.decode(given.turns.form.ids("12345", 0)[0])
+    assert text == "=12!" and plain.tokenizer.decode(tags.turns.form.ids("12345", 0)[0]) == "\n<result>12345</result>\n"
+    with pytest.raises(ValueError, match=r"tools.file = .*reward_of_turns.py, tools.call = .*no function 'find'"):
+        read(f"tools={{file: {REWARD}, call: '{REWARD}:find'}}")
 
 
 RUNS = {
@@ -71,12 +93,17 @@ def gae(rewards, values, gamma: float, lam: float) -> list[float]:
 def test_what_tools_say_is_context_and_nothing_else(tokenizer: Path, tmp_path: Path):
     keys = (*KEYS, "algorithm.name=ppo", "algorithm.lam=0.9", "algorithm.gamma=0.97", "algorithm.kl.where=none",
             "algorithm.kl.coef=0.0", "algorithm.normalise_advantages=false", "train.global_batch_size=18",
-            "train.optimizer.clip_grad_norm=null", "algorithm.value_clip=null")
+            "train.optimizer.clip_grad_norm=null", "algorithm.value_clip=null",
+            "evaluation={samples_per_prompt: 2, temperature: 1.0, save_answers: true}")
     trainer, loader = started(World.single(torch.device("cpu")), tiny_config(tokenizer, tmp_path, keys))
     trainer.export(tmp_path / "start")
     metrics = trainer.step(next(loader))
     batch, grads = trainer.batch, canonical_grads(trainer.roles.actor.trainer)
+    asks = trainer.evaluator(next(loader)[:2])
+    assert asks()["eval/faults"] == 0
     trainer.close()
+    assert all(one.answer.strip().endswith(one.vote) for one in asks.answers)  # the last turn votes
+    assert any(len(one.vote) < len(one.answer.strip()) for one in asks.answers)
     masks = [mask.numpy() for mask in batch.columns.loss_mask.split(batch.response_lengths)]
     assert [int(mask.sum()) for mask in masks] == list(batch.sampled_lengths)
     values = batch.columns.old_values.split(batch.response_lengths)
