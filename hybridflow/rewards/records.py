@@ -36,7 +36,8 @@ class RewardRequest:
 
 class FaultKind(Enum):
     """Why a row has no score: the function raised, ran past the limit, returned NaN or infinity, returned something
-    that is neither a number nor a dict with one under "score", or took its process down.
+    that is neither a number nor a dict with one under "score", took its process down, or wanted more memory than there
+    was (it raised MemoryError, or the kernel ended its process).
     """
 
     RAISED = "raised"
@@ -44,6 +45,7 @@ class FaultKind(Enum):
     NOT_FINITE = "not_finite"
     WRONG_TYPE = "wrong_type"
     CRASHED = "crashed"
+    OUT_OF_MEMORY = "out_of_memory"
 
 
 @dataclass(frozen=True)

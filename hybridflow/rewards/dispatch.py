@@ -1,0 +1,103 @@
+"""The thread that turns a pool, so that nobody who hands in work waits for it until he asks for what it gave.
+
+Owns the thread and the two tables between it and its callers. It sleeps while nothing happens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from socket import socketpair
+
+from hybridflow.rewards.pool import WorkerPool
+from hybridflow.rewards.process import Call
+from hybridflow.rewards.records import Outcome
+
+
+class Dispatcher:
+    """Work for `pool`, from any thread. Its own thread starts with the first call and ends with `close`."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._changed = threading.Condition()
+        self._new: deque[Call] = deque()
+        self._given: dict[Hashable, list[Outcome]] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._closing = self._resting = False
+        self._alarm, self._bell = socketpair()
+        self._bell.setblocking(False)
+
+    def submit(self, call: Call) -> None:
+        """Have `call` done. Returns at once."""
+        with self._changed:
+            self._new.append(call)
+            if self._thread is None:
+                self._error, self._closing = None, False
+                self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+                self._thread.start()
+        self._ring()
+
+    def collect(self, tickets: Sequence[Hashable]) -> list[list[Outcome]]:
+        """Wait for the outcomes of these calls, in order; they are forgotten here.
+
+        Raises:
+            ValueError: a worker that was killed cannot load the function again.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or all(ticket in self._given for ticket in tickets))
+            if self._error is not None:
+                raise self._error
+            outcomes = [self._given.pop(ticket) for ticket in tickets]
+            self._resting = True
+        self._ring()
+        return outcomes
+
+    def close(self) -> None:
+        """End the workers and the thread. A later `submit` starts new ones."""
+        with self._changed:
+            thread, self._closing = self._thread, True
+        self._ring()
+        if thread is None:
+            self._pool.close()
+            return
+        thread.join()
+
+    def _ring(self) -> None:
+        with suppress(BlockingIOError):  # then it rings already
+            self._bell.send(b"!")
+
+    def _run(self) -> None:
+        error = None
+        try:
+            while self._take_in():
+                given = self._pool.turn((self._alarm,))
+                if given:
+                    with self._changed:
+                        self._given |= given
+                        self._changed.notify_all()
+        except BaseException as raised:  # whoever collects is told
+            error = raised
+        finally:
+            self._pool.close()
+            with self._changed:
+                self._error, self._thread, self._given = error, None, {}
+                self._new.clear()
+                self._changed.notify_all()
+
+    def _take_in(self) -> bool:
+        """Take what callers have handed in since; False if they want no more."""
+        self._alarm.setblocking(False)
+        with suppress(BlockingIOError):
+            self._alarm.recv(4096)
+        with self._changed:
+            while self._new:
+                self._pool.put(self._new.popleft())
+            resting, self._resting = self._resting, False
+            if self._closing:
+                return False
+        if resting and self._pool.is_done:
+            self._pool.rest()
+        return True
