@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 from hybridflow.config.bounds import value_at
 from hybridflow.config.faults import Fault
+from hybridflow.config.reward_schema import asks_task_scorers, reward_models
 from hybridflow.config.schema import Config
 from hybridflow.config.words import (
     AlgorithmName,
@@ -32,6 +33,17 @@ class Idle:
     choice: str
 
 
+def _the_tasks_alone_score(config: Config) -> bool:
+    return asks_task_scorers(config.reward, config.model.reward_model) and not config.reward.mixture
+
+
+def _only_models_score(config: Config) -> bool:
+    """No function runs."""
+    if config.reward.mixture:
+        return all(part.model is not None for part in config.reward.mixture)
+    return config.model.reward_model.path is not None
+
+
 IDLE = (
     Idle(lambda c: c.algorithm.name is AlgorithmName.GRPO,
          ("model.critic", "train.critic_optimizer", "algorithm.gamma", "algorithm.lam", "algorithm.value_clip",
@@ -47,12 +59,26 @@ IDLE = (
          "remove it, or choose algorithm.kl.where reward (ppo)"),
     Idle(lambda c: c.algorithm.loss_reduction is not LossReduction.CONSTANT_LENGTH, ("algorithm.constant_length",),
          "has no effect with this loss_reduction", "choose algorithm.loss_reduction constant-length"),
-    Idle(lambda c: c.model.reward_model.path is None, ("model.reward_model.layout",),
+    Idle(lambda c: not reward_models(c.reward, c.model.reward_model),
+         ("model.reward_model.layout", "model.reward_model.label", "model.reward_model.pair",
+          "model.reward_model.dtype", "model.reward_model.micro_batch_size"),
          "has no effect without a reward model", "give model.reward_model.path"),
-    Idle(lambda c: c.model.reward_model.path is not None, ("reward",),
+    Idle(lambda c: c.model.reward_model.path is not None,
+         ("reward.function", "reward.batched", "reward.reasoning_gym", "reward.mixture"),
          "has no effect with a reward model", "remove it, or model.reward_model.path"),
+    Idle(_only_models_score,
+         ("reward.timeout_s", "reward.memory_mb", "reward.workers", "reward.on_fault.raised",
+          "reward.on_fault.timed_out", "reward.on_fault.wrong_type", "reward.on_fault.crashed",
+          "reward.on_fault.out_of_memory"),
+         "has no effect where reward models alone score", "remove it"),
     Idle(lambda c: c.reward.function is not None, ("reward.reasoning_gym",),
          "has no effect with a reward function", "remove it, or reward.function"),
+    Idle(lambda c: bool(c.reward.mixture), ("reward.function", "reward.batched", "reward.reasoning_gym"),
+         "has no effect with a mixture", "remove it, and let a part of reward.mixture have it"),
+    Idle(_the_tasks_alone_score, ("reward.batched",),
+         "has no effect without a reward function", "give reward.function"),
+    Idle(lambda c: bool(c.reward.mixture) and all(part.on_fault for part in c.reward.mixture), ("reward.on_fault",),
+         "has no effect where each part of the mixture has its own", "remove it, or on_fault of a part"),
     Idle(lambda c: c.data.source is DataSource.REASONING_GYM, ("data.train_files", "data.test_files"),
          "has no effect with reasoning_gym", "choose data.source jsonl or parquet"),
     Idle(lambda c: c.data.source is not DataSource.REASONING_GYM,

@@ -10,6 +10,7 @@ from enum import Enum
 
 from hybridflow.config.command import Command
 from hybridflow.config.model_schema import LayoutConfig
+from hybridflow.config.reward_schema import reward_models
 from hybridflow.config.schema import Config
 from hybridflow.config.words import AlgorithmName, KLWhere
 
@@ -30,7 +31,7 @@ def roles(config: Config) -> tuple[Role, ...]:
     """The roles that this config needs."""
     has_critic = config.algorithm.name is AlgorithmName.PPO
     has_reference = config.algorithm.kl.where is not KLWhere.NONE
-    has_reward = config.model.reward_model.path is not None
+    has_reward = bool(reward_models(config.reward, config.model.reward_model))
     needed = {Role.ACTOR: True, Role.CRITIC: has_critic, Role.REFERENCE: has_reference, Role.REWARD: has_reward}
     return tuple(role for role in Role if needed[role])
 
@@ -39,7 +40,7 @@ def used_roles(config: Config, command: Command) -> tuple[Role, ...]:
     """The roles that `command` needs. A reward model judges the held-out answers of supervised training too."""
     if command in (Command.TRAIN, Command.API):
         return roles(config)
-    judged = command is Command.SFT and config.model.reward_model.path is not None
+    judged = command is Command.SFT and bool(reward_models(config.reward, config.model.reward_model))
     return (Role.ACTOR, Role.REWARD) if judged else (Role.ACTOR,)
 
 

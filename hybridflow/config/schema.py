@@ -1,7 +1,7 @@
 """Every key of a configuration: its type, its default and, in the line under it, what it does.
 
-Owns the dataclasses; the `model` block and the layouts are in `model_schema`, the words that a key may hold in `words`.
-It checks nothing beyond types (`validate` does) and derives nothing (`layouts` and `batch_math` do). A YAML file names
+Owns the dataclasses; the `model` block and the layouts are in `model_schema`, the `reward` block in `reward_schema`,
+the words that a key may hold in `words`. It checks nothing beyond types (`validate` does) and derives nothing (`layouts` and `batch_math` do). A YAML file names
 only what differs from here. `describe` makes the table of keys from the lines under them.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.config.model_schema import LayoutConfig, ModelsConfig
+from hybridflow.config.reward_schema import RewardConfig
 from hybridflow.config.words import (
     AlgorithmName,
     DataSource,
@@ -18,7 +19,6 @@ from hybridflow.config.words import (
     EngineName,
     GenerationBalance,
     GenerationWeights,
-    GymScoring,
     KLEstimatorName,
     KLWhere,
     LossReduction,
@@ -296,18 +296,6 @@ class DataConfig:
     """Format string over {question} and {metadata[...]} (reasoning_gym only). null: the question as it stands."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, from train.seed."""
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    """Where rewards come from when there is no reward model."""
-
-    function: str | None = None
-    """file.py:function, called with (data_source, solution_str, ground_truth, extra_info). null: the task's scorer."""
-    reasoning_gym: GymScoring = GymScoring.EXACT
-    """Score of a reasoning-gym answer: exact (1 or 0) | partial (the task's own part credit)."""
-    timeout_s: float = 10.0
-    """Longest time for one row's reward; a row that takes longer is counted as timed out and not trained."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault
 from hybridflow.config.idle import Idle, faults_of
+from hybridflow.config.reward_schema import asks_task_scorers, reward_models
 from hybridflow.config.schema import Config
 
 
@@ -29,7 +30,7 @@ def _starts_from_a_folder(config: Config) -> bool:
 
 def _judged_otherwise(config: Config) -> bool:
     """The scorers of the tasks are not asked."""
-    return config.reward.function is not None or config.model.reward_model.path is not None
+    return not asks_task_scorers(config.reward, config.model.reward_model)
 
 
 LEARNING = ("algorithm.name", "algorithm.gamma", "algorithm.lam", "algorithm.clip", "algorithm.value_clip",
@@ -53,7 +54,7 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
         Idle(_always, (*LEARNING, "generation.samples_per_prompt", "generation.temperature", "generation.top_k",
                        "generation.top_p", "generation.min_p", "generation.batch_invariant", "logging.samples"),
              "has no effect in sft, which learns from given answers and is evaluated greedily", "remove it"),
-        Idle(lambda c: c.model.reward_model.path is None,
+        Idle(lambda c: not reward_models(c.reward, c.model.reward_model),
              ("train.forward_micro_batch_size", "train.forward_micro_batch_tokens"),
              "has no effect in sft without a reward model", "remove it"),
         Idle(_never_evaluated, ("reward", "model.reward_model"),

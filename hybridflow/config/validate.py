@@ -25,6 +25,8 @@ from hybridflow.config.layouts import (
     written_layout,
 )
 from hybridflow.config.model_schema import ModelSpec
+from hybridflow.config.reward_rules import reward_faults
+from hybridflow.config.reward_schema import asks_task_scorers
 from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
 from hybridflow.config.words import (
@@ -60,7 +62,7 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
         unread = list(unread_keys(config, command))
         known = {fault.key for fault in unread}
         faults += [*unread, *(fault for fault in idle_keys(config) if fault.key not in known)]
-        faults += [*_schedule(config, command), *_precision(config), *_memory(config)]
+        faults += [*_schedule(config, command), *_precision(config), *_memory(config), *reward_faults(config)]
     if command is not Command.EXPORT:
         faults += [*_generation(config), *_invariance(config, command), *_vllm(config, command)]
     if command not in (Command.API, Command.COMPLETE, Command.EXPORT):
@@ -288,7 +290,7 @@ def _data(config: Config, command: Command) -> Iterator[Fault]:
         yield Fault("data.train_files", [], f"data.source {data.source.value} has no file", "name at least one")
     if command is Command.GENERATE and not data.test_files:
         yield Fault("data.test_files", [], "there are no held-out prompts to answer", "name at least one file")
-    judged = config.reward.function is not None or config.model.reward_model.path is not None
-    if command is Command.TRAIN and not judged:
+    unjudged = asks_task_scorers(config.reward, config.model.reward_model) and not config.reward.mixture
+    if command is Command.TRAIN and unjudged:
         yield Fault("reward.function", None, "nothing judges prompts from files",
-                    "give file.py:function, or model.reward_model.path")
+                    "give file.py:function, reward.mixture, or model.reward_model.path")

@@ -38,6 +38,10 @@ _REWARD = (
     MetricInfo("reward/max", "reward", "Greatest reward of a rollout.", "-"),
     MetricInfo("reward/faults_*", "count", "Rollouts that the reward function failed on, by kind of fault. "
                "They are counted here and never become a silent 0.", "-"),
+    MetricInfo("reward/part_*", "reward", "Score of one part of a mixture, before its weight.",
+               "samples that the part scored"),
+    MetricInfo("reward/truncated", "count", "Rollouts longer than a reward model can read, whose beginning it did not "
+               "see; not told where there are none.", "-"),
     MetricInfo("reward/extra_*", "as given", "Further numbers that the reward function returned.",
                "samples for which it returned the number"),
 )

@@ -1,4 +1,4 @@
-"""The parent of the process in which a reward runs: sees to it that nothing outlives its owner's wish, however it hides.
+"""The parent of the process in which a reward runs: sees to it that nothing outlives its owner's wish.
 
 Owns the life and death of the runner and of all that it starts. On Linux whatever loses its parent below the keeper,
 also by a double fork or in a session of its own, becomes the keeper's child (prctl(2), PR_SET_CHILD_SUBREAPER), so that

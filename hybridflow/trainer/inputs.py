@@ -1,4 +1,4 @@
-"""What a run reads before its ranks meet: tokenizer, the actor's shape, the reward function.
+"""What a run reads before its ranks meet: tokenizer, the actor's shape, the rewards.
 
 Whatever is wrong with these is a ValueError here, before a process group or a device is touched. It makes no weights.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from hybridflow.config.reward_rules import is_decoder_folder
+from hybridflow.config.reward_schema import reward_models
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
 from hybridflow.config.words import EngineName
@@ -24,8 +26,8 @@ from hybridflow.models.weights import canonical_shapes
 from hybridflow.parallel.arithmetic import ceil_div
 from hybridflow.parallel.world import default_device
 from hybridflow.response_text import ResponseEnds
-from hybridflow.rewards.function import ReasoningScoring, RewardFunction
 from hybridflow.trainer.engine_options import DTYPES, MIB
+from hybridflow.trainer.rewards.inputs import RewardInput, read_rewards
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,14 @@ class Inputs:
     Attributes:
         model: the actor's shape.
         ends: what ends a response: the tokenizer's and the model's ends, and generation.stop.
-        reward_function: with its workers running; None where a reward model scores, or nothing does.
+        rewards: what scores answers, the workers of functions running; empty where nothing is scored.
     """
 
     config: Config
     tokenizer: Tokenizer
     model: ModelConfig
     ends: ResponseEnds
-    reward_function: RewardFunction | None
+    rewards: tuple[RewardInput, ...]
 
     @classmethod
     def read(cls, config: Config, tokenizer: Tokenizer | None = None, *, scores: bool = True) -> Inputs:
@@ -50,11 +52,11 @@ class Inputs:
 
         Args:
             tokenizer: one that has just been made; None opens the configured one.
-            scores: whether answers will be scored; only then are the models besides the actor looked at, and a reward
-                function started.
+            scores: whether answers will be scored; only then are the models besides the actor looked at, and reward
+                functions started.
 
         Raises:
-            ValueError: a file, a model's tensors, an id to stop at, or the reward function is not as it must be, or
+            ValueError: a file, a model's tensors, an id to stop at, or a reward is not as it must be, or
                 this machine cannot compute as generation.batch_invariant asks, or has no generation.engine.
         """
         if config.generation.batch_invariant:
@@ -65,11 +67,13 @@ class Inputs:
         if scores:
             require_cache(config, model, config.data.max_prompt_length)
             require_weights("model.critic.path", config.model.critic.path, Head.VALUE)
-            require_weights("model.reward_model.path", config.model.reward_model.path, Head.SCORE)
+            for key, path in reward_models(config.reward, config.model.reward_model).items():
+                if is_decoder_folder(path):
+                    require_weights(key, path, Head.SCORE)
         ends = response_ends(config.generation.stop, opened, model)
         if config.generation.engine is EngineName.VLLM:
             require_vllm(config, ends)
-        return cls(config, opened, model, ends, _reward_function(config) if scores else None)
+        return cls(config, opened, model, ends, read_rewards(config, opened, model.vocab_size) if scores else ())
 
 
 def require_cache(config: Config, model: ModelConfig, longest_prompt: int) -> None:
@@ -168,14 +172,3 @@ def response_ends(stops: Sequence[int | str], tokenizer: Tokenizer, model: Model
     if wrong:
         raise ValueError("; ".join(wrong))
     return ResponseEnds(tuple(dict.fromkeys(ids)), tuple(dict.fromkeys(strings)))
-
-
-def _reward_function(config: Config) -> RewardFunction | None:
-    reward = config.reward
-    if config.model.reward_model.path is not None:
-        return None
-    if reward.function is not None:
-        return RewardFunction.load(reward.function, timeout_s=reward.timeout_s)
-    tasks = [task.name for task in (*config.data.tasks, *config.data.test_tasks)]
-    scoring = ReasoningScoring(reward.reasoning_gym.value)
-    return RewardFunction.reasoning_gym(scoring, tasks, timeout_s=reward.timeout_s)

@@ -341,7 +341,16 @@ SET = {
     "algorithm.kl.estimator": "algorithm.kl.estimator=k3", "algorithm.kl.coef": "algorithm.kl.coef=0.5",
     "algorithm.kl.target": "algorithm.kl.target=3", "model.reference": "model.reference.layout.tp=1",
     "algorithm.constant_length": "algorithm.constant_length=5",
-    "model.reward_model.layout": "model.reward_model.layout.tp=1", "reward": "reward.timeout_s=3",
+    "model.reward_model.layout": "model.reward_model.layout.tp=1",
+    "model.reward_model.label": "model.reward_model.label=1",
+    "model.reward_model.pair": "model.reward_model.pair=true", "model.reward_model.dtype":
+    "model.reward_model.dtype=bf16", "model.reward_model.micro_batch_size": "model.reward_model.micro_batch_size=4",
+    "reward.function": "reward.function=a.py:f", "reward.batched": "reward.batched=true",
+    "reward.mixture": "reward.mixture=[{name: a, function: a.py:f}]", "reward.timeout_s": "reward.timeout_s=3",
+    "reward.memory_mb": "reward.memory_mb=100", "reward.workers": "reward.workers=2",
+    "reward.on_fault": "reward.on_fault.raised=zero",
+    **{f"reward.on_fault.{cause}": f"reward.on_fault.{cause}=-1"
+       for cause in ("raised", "timed_out", "wrong_type", "crashed", "out_of_memory")},
     "reward.reasoning_gym": "reward.reasoning_gym=partial", "data.train_files": "data.train_files=[a]",
     "data.test_files": "data.test_files=[a]", "data.tasks": "data.tasks=[{name: gcd}]",
     "data.test_tasks": "data.test_tasks=[{name: gcd}]", "data.size": "data.size=9999",
@@ -356,8 +365,10 @@ SET = {
 }
 CONDITIONS = [
     ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], ["algorithm.kl.where=loss"], [], [],
-    ["model.reward_model.path=m"],
-    ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
+    ["model.reward_model.path=m"], ["model.reward_model.path=m"],
+    ["reward.function=a.py:f"], ["reward.mixture=[{name: a, reasoning_gym: exact}]"], [],
+    ["reward.mixture=[{name: a, reasoning_gym: exact, on_fault: {raised: zero}}]"], [],
+    ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
     [], [], ["train.micro_batch_tokens=512"], ["train.micro_batch_tokens=512"],
     ["train.forward_micro_batch_tokens=512"], [], [],
 ]

@@ -126,10 +126,12 @@ def returns(data_source, solution_str, ground_truth, extra_info):
     import torch
 
     return {
-        "float32": numpy.float32(0.5), "int64": numpy.int64(3), "bool_": numpy.bool_(True), "0-d array": numpy.array(0.25),
-        "0-d tensor": torch.tensor(0.75, requires_grad=True), "bfloat16": torch.tensor(0.5, dtype=torch.bfloat16),
+        "float32": numpy.float32(0.5), "int64": numpy.int64(3), "bool_": numpy.bool_(True),
+        "0-d array": numpy.array(0.25), "0-d tensor": torch.tensor(0.75, requires_grad=True),
+        "bfloat16": torch.tensor(0.5, dtype=torch.bfloat16),
         "dict": {"score": numpy.float64(0.5), "seen": torch.tensor(2), "list": [1]}, "bool": False,
         "complex": 1 + 0j, "complex128": numpy.complex128(1), "1-d array": numpy.array([1.0]), "list": [1.0],
         "1-d tensor": torch.tensor([1.0]), "bytes": b"1", "text": "1", "none": None, "class": numpy.float64,
-        "nan array": numpy.array(numpy.nan), "inf": -float("inf"), "large": 10**400, "nan tensor": torch.tensor(torch.nan),
+        "nan array": numpy.array(numpy.nan), "inf": -float("inf"), "large": 10**400,
+        "nan tensor": torch.tensor(torch.nan),
     }[solution_str]  # fmt: skip
