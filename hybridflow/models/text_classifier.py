@@ -6,7 +6,8 @@ resharded. Nothing is downloaded, and no code in a folder is run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hybridflow.data.records import Prompt
 from hybridflow.data.tokenizer import plain_chat
 from hybridflow.models.safetensors_files import read_json_object
 
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spm.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json")
 SUFFIX = "ForSequenceClassification"
 # Families whose first position is the one behind the padding's id.
 COUNT_FROM_PADDING = ("camembert", "data2vec-text", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
@@ -34,7 +36,7 @@ def require_classifier(folder: str, label: int | None) -> None:
     Raises:
         ValueError: what it is instead, or which labels there are.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
 
     raw = read_json_object(Path(folder) / "config.json")
@@ -51,10 +53,8 @@ def require_classifier(folder: str, label: int | None) -> None:
                          f"{num_labels - 1}")
     if label is not None and label >= num_labels:
         raise ValueError(f"{folder}: has no label {label}; model.reward_model.label may be 0 to {num_labels - 1}")
-    try:
-        AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}: has no tokenizer that can be opened: {_first_line(error)}") from error
+    if not any(Path(folder, name).is_file() for name in VOCABULARIES):  # transformers would make an empty one
+        raise ValueError(f"{folder}: has no tokenizer; put the model's own beside it ({', '.join(VOCABULARIES)})")
 
 
 class TextClassifier:
@@ -85,8 +85,9 @@ class TextClassifier:
         """
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, dtype=dtype, output_loading_info=True)
+        with _without_progress_bars():
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, dtype=dtype, output_loading_info=True)
         missing = sorted(loading["missing_keys"])
         if missing:
             raise ValueError(f"{folder}: {len(missing)} weights are missing, the first of them {missing[0]}")
@@ -165,7 +166,17 @@ def _longest(tokenizer: Any, config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Every rank would draw one."""
+    from transformers.utils import logging
+
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
 
 

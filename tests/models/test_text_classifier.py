@@ -86,8 +86,8 @@ def test_a_model_that_pads_with_its_end_is_given_rows_alone(tmp_path: Path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     classifier = TextClassifier.open(str(folder), CPU, torch.float32, micro_batch_size=8)
     assert classifier.rows_at_once == 1
-    expected = [direct(folder, tokenizer(p + r, return_tensors="pt", split_special_tokens=True,
-                                         return_token_type_ids=False)) for p, r in ROWS]
+    expected = [direct(folder, tokenizer(p + r, return_tensors="pt", split_special_tokens=True))
+                for p, r in ROWS]
     assert scored(classifier) == pytest.approx(expected, abs=1e-5)
 
 
@@ -121,7 +121,7 @@ def test_folders_that_hold_something_else(folder: Path, tmp_path: Path):
     refused("name no .ForSequenceClassification", architectures=["DebertaV2ForMaskedLM"])
     refused("has no ..safetensors")
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    refused("has no tokenizer that can be opened")
+    refused("has no tokenizer; put the model.s own beside it")
     model = transformers.DebertaV2Model.from_pretrained(folder)
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))

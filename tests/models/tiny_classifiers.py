@@ -43,6 +43,7 @@ def gpt2(folder: Path) -> Path:
     torch.manual_seed(0)
     tokenizer = text_tokenizer(folder)
     tokenizer.pad_token = tokenizer.eos_token = "[SEP]"
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
     tokenizer.save_pretrained(folder)
     config = transformers.GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=64,
                                      num_labels=1, pad_token_id=2, eos_token_id=2, bos_token_id=1,
