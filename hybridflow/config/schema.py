@@ -1,8 +1,9 @@
 """Every key of a configuration: its type, its default and, in the line under it, what it does.
 
 Owns the dataclasses; the `model` block and the layouts are in `model_schema`, the `reward` block in `reward_schema`,
-the words that a key may hold in `words`. It checks nothing beyond types (`validate` does) and derives nothing (`layouts` and `batch_math` do). A YAML file names
-only what differs from here. `describe` makes the table of keys from the lines under them.
+the words that a key may hold in `words`. It checks nothing beyond types (`validate` does) and derives nothing
+(`layouts` and `batch_math` do). A YAML file names only what differs from here. `describe` makes the table of keys from
+the lines under them.
 """
 
 from __future__ import annotations

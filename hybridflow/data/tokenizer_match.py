@@ -7,14 +7,16 @@ from hybridflow.data.tokenizer import Tokenizer
 PROBES = (
     "The quick brown fox jumps over the lazy dog.", " leading, trailing ", "two\nlines\n\n\tand a tab", "12 + 345 = 5",
     "def f(x):\n    return x ** 2  # squared", "naïve café – “quoted” …", "日本語と中文", "Привет, мир", "🙂👍🏽",
-    "<|im_start|>user\nhi<|im_end|>", "[CLS] [SEP] <s></s> <unk>", "https://a.b/c?d=e&f=%20", "MiXeD CaSe isn't",
+    "https://a.b/c?d=e&f=%20", "MiXeD CaSe isn't",
 )
 NUM_IDS = 1024
+# Marks (unknown, beginning, end, padding) that backends spell in their own ways, of one tokenizer too.
+NUM_MARKS = 4
 
 
 def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether both have as many ids, cut texts of many kinds alike, and have the same text for ids all over the
-    vocabulary. Example: a sentencepiece file and the Hugging Face folder that was made of it.
+    vocabulary, but for a few marks. Example: a sentencepiece file and the Hugging Face folder that was made of it.
     """
     if one.vocab_size != other.vocab_size:
         return False
@@ -23,4 +25,4 @@ def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
     step = max(1, one.vocab_size // NUM_IDS)
     ids = {*range(0, one.vocab_size, step), *range(min(NUM_IDS, one.vocab_size)),
            *range(max(0, one.vocab_size - NUM_IDS), one.vocab_size)}
-    return all(one.decode([token]) == other.decode([token]) for token in ids)
+    return sum(one.decode([token]) != other.decode([token]) for token in ids) <= NUM_MARKS
