@@ -84,11 +84,11 @@ class RewardFunction:
             row_id: by which `collect` knows the row; not that of another row that has not been collected yet.
         """
         assert row_id not in self._submitted, f"{row_id!r} has been submitted and not collected"
-        self._submitted[row_id] = None
         if self.batched:
             self._held[row_id] = request
         else:
             self._dispatcher.submit(_call(row_id, [request]))
+        self._submitted[row_id] = None
 
     def collect(self, row_ids: Sequence[Hashable] | None = None) -> dict[Hashable, Outcome]:
         """Wait for the outcomes of these rows (None: of all that were submitted). Rows past the limit run side by side:
