@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hybridflow.config.command import Command
 from hybridflow.config.layouts import LEARNING, Role, generation_layout, layout_key, role_layout, used_roles
 from hybridflow.config.model_schema import LayoutConfig
+from hybridflow.config.reward_rules import scored_on_a_mesh
 from hybridflow.config.schema import Config
 from hybridflow.packing import MicroBatching
 from hybridflow.parallel.arithmetic import ceil_div
@@ -143,6 +144,10 @@ def layout_table(config: Config, world_size: int, command: Command = Command.TRA
     rows = [("role", "tp", "cp", "pp", "dp", "sequence parallel", "at once", "set by")]
     for role in used_roles(config, command):
         layout = role_layout(config, role, world_size)
+        if role is Role.REWARD and not scored_on_a_mesh(config):
+            at_once = f"{config.model.reward_model.micro_batch_size} rows"
+            rows.append((role.value, *"111", str(world_size), "no", at_once, "whole on each rank"))
+            continue
         rows.append(_row(role.value, layout, _at_once(config, role, command), layout_key(config, role)))
         if role is Role.ACTOR and answers:
             rows.append(_row("actor, generating", generation_layout(config, world_size), "-", "generation.layout"))

@@ -94,6 +94,11 @@ def is_decoder_folder(path: str | Path) -> bool:
     return not isinstance(model, dict) or model.get("model_type") in {family.value for family in ModelFamily}
 
 
+def scored_on_a_mesh(config: Config) -> bool:
+    """Whether a reward model has a layout. Reads the config.json of each."""
+    return any(map(is_decoder_folder, reward_models(config.reward, config.model.reward_model).values()))
+
+
 def reward_model_faults(config: Config) -> Iterator[Fault]:
     """Keys of model.reward_model that do nothing for the kinds of models in the folders, whose config.json it reads."""
     paths = reward_models(config.reward, config.model.reward_model).values()

@@ -11,19 +11,20 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from socket import socketpair
 
-from hybridflow.rewards.pool import WorkerPool
+from hybridflow.rewards.pool import Outcomes, WorkerPool
 from hybridflow.rewards.process import Call
 from hybridflow.rewards.records import Outcome
 
 
 class Dispatcher:
-    """Work for `pool`, from any thread. Its own thread starts with the first call and ends with `close`."""
+    """Work for `pool`, submitted by any thread and collected by one. Its own thread starts with the first call and ends with `close`."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._changed = threading.Condition()
         self._new: deque[Call] = deque()
-        self._given: dict[Hashable, list[Outcome]] = {}
+        self._given: Outcomes = {}
+        self._missing: set[Hashable] = set()  # what `collect` waits for; one caller at a time
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._closing = self._resting = False
@@ -33,12 +34,14 @@ class Dispatcher:
     def submit(self, call: Call) -> None:
         """Have `call` done. Returns at once."""
         with self._changed:
+            rings = not self._new  # else the thread has been told, and will find this call beside the others
             self._new.append(call)
             if self._thread is None:
                 self._error, self._closing = None, False
                 self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
                 self._thread.start()
-        self._ring()
+        if rings:
+            self._ring()
 
     def collect(self, tickets: Sequence[Hashable]) -> list[list[Outcome]]:
         """Wait for the outcomes of these calls, in order; they are forgotten here.
@@ -47,7 +50,8 @@ class Dispatcher:
             ValueError: a worker that was killed cannot load the function again.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or all(ticket in self._given for ticket in tickets))
+            self._missing = {ticket for ticket in tickets if ticket not in self._given}
+            self._changed.wait_for(lambda: self._error is not None or not self._missing)
             if self._error is not None:
                 raise self._error
             outcomes = [self._given.pop(ticket) for ticket in tickets]
@@ -75,9 +79,7 @@ class Dispatcher:
             while self._take_in():
                 given = self._pool.turn((self._alarm,))
                 if given:
-                    with self._changed:
-                        self._given |= given
-                        self._changed.notify_all()
+                    self._give(given)
         except BaseException as raised:  # whoever collects is told
             error = raised
         finally:
@@ -86,6 +88,15 @@ class Dispatcher:
                 self._error, self._thread, self._given = error, None, {}
                 self._new.clear()
                 self._changed.notify_all()
+
+    def _give(self, given: Outcomes) -> None:
+        """Whoever collects is woken once, when all of his calls are done."""
+        with self._changed:
+            self._given |= given
+            if self._missing:
+                self._missing -= given.keys()
+                if not self._missing:
+                    self._changed.notify_all()
 
     def _take_in(self) -> bool:
         """Take what callers have handed in since; False if they want no more."""

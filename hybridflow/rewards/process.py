@@ -29,6 +29,8 @@ from hybridflow.rewards.worker import LOST
 
 # Long enough for a file that imports a deep-learning library on a busy machine.
 START_LIMIT_S = 120.0
+# A worker that has just spoken is not asked again whether it lives.
+JUST_NOW_S = 0.05
 # How long a keeper may take to end what it keeps before it is ended itself.
 END_LIMIT_S = 10.0
 
@@ -74,7 +76,7 @@ class WorkerProcess:
         self.is_ready = self.batched = False
         self.call: Call | None = None
         self.num_calls = 0
-        self.since = time.monotonic()  # of the start, then of the call
+        self.since = self.heard = time.monotonic()  # of the start, then of the call; of the last reply
         self._limit_s = limits.timeout_s
 
     @property
@@ -90,7 +92,9 @@ class WorkerProcess:
 
     def has_ended(self) -> bool:
         """Whether it died while it had nothing to do; then no row is to blame."""
-        return self.is_idle and self.connection.poll()  # an idle worker says nothing: this is the end of the stream
+        if not self.is_idle or time.monotonic() - self.heard < JUST_NOW_S:
+            return False
+        return self.connection.poll()  # an idle worker says nothing: this is the end of the stream
 
     def hand(self, call: Call) -> None:
         """Start a call. A worker that has died in the meantime shows at the next `receive`."""
@@ -113,6 +117,7 @@ class WorkerProcess:
         except ValueError:  # not JSON: the function has written where it should not
             self.is_ready = False
             return self.call.failed(FaultKind.CRASHED, "it wrote to the socket of its worker") if self.call else None
+        self.heard = time.monotonic()
         if isinstance(reply, list):
             self.call = None
             return [_outcome(row) for row in reply]

@@ -115,6 +115,7 @@ def test_answers_that_are_lists_or_expressions_still_count():
     assert judge(score_partial, "spiral_matrix", str(entry["answer"].split()), entry)["score"] == 0.1
     for plain in ("2*(3 + 4) - 10/5", "x**2/2 + C", "log(x)*sin(2*x)", "3.5*x^2", "-7"):
         assert may_be_scored("countdown", plain), plain
-    for code in ("x.diff()", "2 .real", "lambda: 1", "[1]", "'a'", "a_b", "open(1)", "f = 2", "1;2", "(" * 2001, "1" * 1999 + "!"):
+    for code in ("x.diff()", "2 .real", "lambda: 1", "[1]", "'a'", "a_b", "open(1)", "f = 2", "1;2",
+                 "(" * 2001, "1" * 1999 + "!"):
         assert not may_be_scored("countdown", code), code
     assert may_be_scored("chain_sum", "open(1)")  # its scorer compares texts
