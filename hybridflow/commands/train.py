@@ -14,6 +14,7 @@ from hybridflow.parallel.world import World
 from hybridflow.trainer.activations import activation_line
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.prompts import held_out_prompts, read_records, require_same, training_prompts
+from hybridflow.trainer.rewards.inputs import require_parts
 from hybridflow.trainer.rl import RLTrainer
 from hybridflow.trainer.run import Run, RunParts
 
@@ -22,6 +23,7 @@ def prepare(config: Config) -> Job:
     """Read everything that the config names; the job then trains, evaluates and exports, on all launched ranks."""
     records = read_records(config)
     inputs = Inputs.read(config)
+    require_parts(inputs.rewards, (record.data_source for record in (*records.train, *records.test)))
     loader = training_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     return partial(_run, inputs, records, loader, held_out)

@@ -17,7 +17,9 @@ from hybridflow.rewards.records import Outcome
 
 
 class Dispatcher:
-    """Work for `pool`, submitted by any thread and collected by one. Its own thread starts with the first call and ends with `close`."""
+    """Work for `pool`, submitted by any thread and collected by one. Its own thread starts with the first call and ends
+    with `close`.
+    """
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -36,8 +38,8 @@ class Dispatcher:
         with self._changed:
             rings = not self._new  # else the thread has been told, and will find this call beside the others
             self._new.append(call)
-            if self._thread is None:
-                self._error, self._closing = None, False
+            if self._thread is None and self._error is None:
+                self._closing = False
                 self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
                 self._thread.start()
         if rings:
@@ -47,7 +49,7 @@ class Dispatcher:
         """Wait for the outcomes of these calls, in order; they are forgotten here.
 
         Raises:
-            ValueError: a worker that was killed cannot load the function again.
+            ValueError: a worker that was killed cannot load the function again; until `close`.
         """
         with self._changed:
             self._missing = {ticket for ticket in tickets if ticket not in self._given}
@@ -66,8 +68,11 @@ class Dispatcher:
         self._ring()
         if thread is None:
             self._pool.close()
-            return
-        thread.join()
+        else:
+            thread.join()
+        with self._changed:
+            self._error = None
+            self._new.clear()
 
     def _ring(self) -> None:
         with suppress(BlockingIOError):  # then it rings already

@@ -343,14 +343,13 @@ SET = {
     "algorithm.constant_length": "algorithm.constant_length=5",
     "model.reward_model.layout": "model.reward_model.layout.tp=1",
     "model.reward_model.label": "model.reward_model.label=1",
-    "model.reward_model.pair": "model.reward_model.pair=true", "model.reward_model.dtype":
-    "model.reward_model.dtype=bf16", "model.reward_model.micro_batch_size": "model.reward_model.micro_batch_size=4",
-    "reward.function": "reward.function=a.py:f", "reward.batched": "reward.batched=true",
-    "reward.mixture": "reward.mixture=[{name: a, function: a.py:f}]", "reward.timeout_s": "reward.timeout_s=3",
-    "reward.memory_mb": "reward.memory_mb=100", "reward.workers": "reward.workers=2",
-    "reward.on_fault": "reward.on_fault.raised=zero",
-    **{f"reward.on_fault.{cause}": f"reward.on_fault.{cause}=-1"
-       for cause in ("raised", "timed_out", "wrong_type", "crashed", "out_of_memory")},
+    "reward.mixture": "reward.mixture=[{name: a, function: a.py:f}]", "reward.on_fault": "reward.on_fault.raised=zero",
+    **{key: f"{key}={value}" for key, value in {
+        "model.reward_model.pair": "true", "model.reward_model.dtype": "bf16", "model.reward_model.micro_batch_size": 4,
+        "reward.function": "a.py:f", "reward.batched": "true", "reward.timeout_s": 3, "reward.memory_mb": 100,
+        "reward.workers": 2, "reward.on_fault.raised": -1, "reward.on_fault.timed_out": "zero",
+        "reward.on_fault.wrong_type": "error", "reward.on_fault.crashed": 0.5, "reward.on_fault.out_of_memory": -1,
+    }.items()},
     "reward.reasoning_gym": "reward.reasoning_gym=partial", "data.train_files": "data.train_files=[a]",
     "data.test_files": "data.test_files=[a]", "data.tasks": "data.tasks=[{name: gcd}]",
     "data.test_tasks": "data.test_tasks=[{name: gcd}]", "data.size": "data.size=9999",

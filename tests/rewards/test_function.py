@@ -170,6 +170,24 @@ def test_files_that_are_missing_or_do_not_import(tmp_path, monkeypatch):
         load("score", timeout_s=0.0)
 
 
+def test_a_function_that_cannot_be_loaded_again_is_told_to_whoever_collects(tmp_path):
+    file = tmp_path / "once.py"
+    file.write_text(FUNCTIONS.read_text())
+    with closing(RewardFunction.load(f"{file}:violent", timeout_s=30.0)) as function:
+        file.write_text("import no_such_library\n")
+        function.submit("dies", rows("die")[0])
+        assert function.collect(["dies"])["dies"].kind is FaultKind.CRASHED
+        for _ in range(2):
+            with pytest.raises(ValueError, match="does not import"):
+                function.score(rows("a", "b"))
+        function.submit("later", rows("a")[0])
+        with pytest.raises(ValueError, match="does not import"):
+            function.collect()
+        file.write_text(FUNCTIONS.read_text())
+        function.close()
+        assert not function.score(rows("a")).faults
+
+
 SCRIPT = """
 from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.records import RewardRequest

@@ -5,6 +5,7 @@ Whatever is wrong with these is a ValueError here. It makes no weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybridflow.config.reward_rules import is_decoder_folder
@@ -112,6 +113,18 @@ def _own_tokenizer(path: str, spoken: Tokenizer, vocab_size: int) -> Tokenizer |
         whose = "the actor's, whose tokens it has to read" if own is None else "its own tokenizer's"
         raise ValueError(f"{path}: its vocabulary of {model.vocab_size} is smaller than that of {needed} of {whose}")
     return own
+
+
+def require_parts(rewards: Sequence[RewardInput], data_sources: Iterable[str]) -> None:
+    """
+    Raises:
+        ValueError: the data sources that no part scores.
+    """
+    unscored = sorted({source for source in data_sources
+                       if not any(not part.data_sources or source in part.data_sources for part in rewards)})
+    if unscored:
+        raise ValueError(f"reward.mixture: no part scores the data source {', '.join(map(repr, unscored))}; name it in "
+                         "the data_sources of a part, or leave those of one empty")
 
 
 def fault_policy(block: OnFaultConfig) -> FaultPolicy:

@@ -12,7 +12,7 @@ from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.policy import Consequence, FaultPolicy, RewardFailed
 from hybridflow.rewards.records import FaultKind
 from hybridflow.trainer.rewards.functions import FunctionPart
-from hybridflow.trainer.rewards.inputs import fault_policy
+from hybridflow.trainer.rewards.inputs import RewardInput, fault_policy, require_parts
 from hybridflow.trainer.rewards.source import Rewards, WeightedPart
 from tests.ranks import run_ranks
 from tests.trainer.rewards.batches import END, Letters, prompts, rollouts
@@ -164,3 +164,13 @@ def test_the_string_that_ended_an_answer_is_not_judged():
     assert answer_text(Letters(), (1, 2, 3, 1), ends) == "abca"  # it stands there since before, so it did not end this
     assert answer_text(Letters(), (1, 2, END), ends) == "ab"
     assert answer_text(Letters(), (), ends) == ""
+
+
+def test_every_data_source_has_a_part_before_ranks_meet():
+    function = RewardFunction.load(f"{RULES}:score", timeout_s=30.0)
+    parts = [RewardInput(function, DROP, "a", 1.0, frozenset({"sums"})),
+             RewardInput(function, DROP, "b", 1.0, frozenset({"words"}))]
+    require_parts(parts, ["sums", "words"])
+    with pytest.raises(ValueError, match="no part scores the data source 'facts', 'maths'"):
+        require_parts(parts, ["sums", "maths", "facts"])
+    function.close()
