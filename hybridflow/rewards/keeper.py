@@ -28,8 +28,9 @@ VMSTAT = Path("/proc/vmstat")
 class Keeper:
     """Keeps one runner, which is made by `fork`, for the owner at the other end of `leash`.
 
-    The owner closes its end to end everything, and sends TIDY after a call; the keeper sends one line of JSON when the
-    runner has ended: {"status": as `subprocess` has it, "out_of_memory": whether the kernel ended it}.
+    The owner closes its end to end everything, and sends TIDY after a call. The keeper sends one line of JSON when the
+    runner has ended or is about to be: {"status": as `subprocess` has it, "out_of_memory": whether the kernel ended it,
+    "tidied": whether the keeper did, because of what calls had left}.
     """
 
     def __init__(self, leash: socket.socket) -> None:
@@ -67,7 +68,10 @@ class Keeper:
                     break
             if self.leash in readable:
                 asked = self._heard()
-                if not asked or (TIDY in asked and self._has_leftovers()):
+                if not asked:
+                    break
+                if self._has_leftovers():
+                    self._tell(0, tidied=True)
                     break
         self._end_all()
 
@@ -87,10 +91,11 @@ class Keeper:
                     return True
         return False
 
-    def _tell(self, status: int) -> None:
+    def _tell(self, status: int, *, tidied: bool = False) -> None:
         out_of_memory = status == -signal.SIGKILL and oom_kills() > self._oom_kills
         with suppress(BrokenPipeError, ConnectionResetError):
-            self.leash.sendall(json.dumps({"status": status, "out_of_memory": out_of_memory}).encode() + b"\n")
+            told = {"status": status, "out_of_memory": out_of_memory, "tidied": tidied}
+            self.leash.sendall(json.dumps(told).encode() + b"\n")
 
     def _has_leftovers(self) -> bool:
         """Whether processes are left of the calls since the last time. Those there are at the first time are part of

@@ -123,7 +123,9 @@ class WorkerPool:
             raise
         if was_ready and not worker.is_ready:
             self._drop(worker)
-            if worker.call is None and worker.num_calls:  # it ended since its calls had left processes running
+            if outcomes is None and worker.call is not None:  # what earlier calls had left was being ended beside it
+                self._waiting.appendleft(worker.call)
+            elif outcomes is None and worker.num_calls:
                 self._add(min(1, self._num_kept - len(self._workers)))
         return outcomes
 

@@ -105,7 +105,7 @@ class WorkerProcess:
 
     def receive(self) -> list[Outcome] | None:
         """What the readable connection holds: the outcomes of the call, or None when the worker has become ready, or
-        has died between calls (it is not ready then).
+        has ended through no fault of the call that it may have (it is not ready then).
 
         Raises:
             ValueError: the function cannot be loaded, or the process died before it was.
@@ -133,20 +133,21 @@ class WorkerProcess:
             self._leash.sendall(TIDY)
 
     def _ended(self) -> list[Outcome] | None:
-        status, out_of_memory = self._last_words()
+        words = self._last_words()
+        status = words["status"]
         if not self.is_ready:
             raise ValueError(f"reward function: its process ended with status {status} while loading")
         self.is_ready = False
-        if self.call is None:
+        if self.call is None or words["tidied"]:
             return None
-        if out_of_memory:
+        if words["out_of_memory"]:
             return self.call.failed(FaultKind.OUT_OF_MEMORY, "the kernel ended its process for want of memory")
         if status == LOST:
             return self.call.failed(FaultKind.CRASHED, "the function has closed the socket of its worker")
         return self.call.failed(FaultKind.CRASHED, f"the process of the reward function ended with status {status}")
 
-    def _last_words(self) -> tuple[int, bool]:
-        """What the keeper says of the runner: (status, whether memory was short); its own end where it says nothing."""
+    def _last_words(self) -> dict[str, Any]:
+        """What the keeper says of the runner's end; its own end where it says nothing."""
         self._leash.settimeout(END_LIMIT_S)
         said = b""
         with suppress(OSError):
@@ -154,9 +155,8 @@ class WorkerProcess:
                 said += more
         if not said:
             self.kill()
-            return self._process.wait(), False
-        told: dict[str, Any] = json.loads(said)
-        return told["status"], told["out_of_memory"]
+            return {"status": self._process.wait(), "out_of_memory": False, "tidied": False}
+        return json.loads(said)
 
     def kill(self) -> None:
         """End the process and everything it started; safe to call twice."""

@@ -342,13 +342,13 @@ SET = {
     "algorithm.kl.target": "algorithm.kl.target=3", "model.reference": "model.reference.layout.tp=1",
     "algorithm.constant_length": "algorithm.constant_length=5",
     "model.reward_model.layout": "model.reward_model.layout.tp=1",
-    "model.reward_model.label": "model.reward_model.label=1",
     "reward.mixture": "reward.mixture=[{name: a, function: a.py:f}]", "reward.on_fault": "reward.on_fault.raised=zero",
     **{key: f"{key}={value}" for key, value in {
-        "model.reward_model.pair": "true", "model.reward_model.dtype": "bf16", "model.reward_model.micro_batch_size": 4,
-        "reward.function": "a.py:f", "reward.batched": "true", "reward.timeout_s": 3, "reward.memory_mb": 100,
-        "reward.workers": 2, "reward.on_fault.raised": -1, "reward.on_fault.timed_out": "zero",
-        "reward.on_fault.wrong_type": "error", "reward.on_fault.crashed": 0.5, "reward.on_fault.out_of_memory": -1,
+        "model.reward_model.pair": "true", "model.reward_model.label": 1, "model.reward_model.dtype": "bf16",
+        "model.reward_model.micro_batch_size": 4, "reward.function": "a.py:f", "reward.batched": "true",
+        "reward.timeout_s": 3, "reward.memory_mb": 100, "reward.workers": 2, "reward.on_fault.raised": -1,
+        "reward.on_fault.timed_out": "zero", "reward.on_fault.wrong_type": "error", "reward.on_fault.crashed": 0.5,
+        "reward.on_fault.out_of_memory": -1,
     }.items()},
     "reward.reasoning_gym": "reward.reasoning_gym=partial", "data.train_files": "data.train_files=[a]",
     "data.test_files": "data.test_files=[a]", "data.tasks": "data.tasks=[{name: gcd}]",
@@ -364,12 +364,11 @@ SET = {
 }
 CONDITIONS = [
     ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], ["algorithm.kl.where=loss"], [], [],
-    ["model.reward_model.path=m"], ["model.reward_model.path=m"],
-    ["reward.function=a.py:f"], ["reward.mixture=[{name: a, reasoning_gym: exact}]"], [],
+    ["model.reward_model.path=m"], ["model.reward_model.path=m"], ["reward.function=a.py:f"],
+    ["reward.mixture=[{name: a, reasoning_gym: exact}]"], [],
     ["reward.mixture=[{name: a, reasoning_gym: exact, on_fault: {raised: zero}}]"], [],
     ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
-    [], [], ["train.micro_batch_tokens=512"], ["train.micro_batch_tokens=512"],
-    ["train.forward_micro_batch_tokens=512"], [], [],
+    [], [], *[["train.micro_batch_tokens=512"]] * 2, ["train.forward_micro_batch_tokens=512"], [], [],
 ]
 
 

@@ -106,10 +106,6 @@ def hungry(data_source, solution_str, ground_truth, extra_info):
         import numpy
 
         return float(numpy.ones(1 << 28)[0])
-    if solution_str == "tensor":
-        import torch
-
-        return float(torch.ones(1 << 28)[0])
     if solution_str == "child":
         if (child := os.fork()) == 0:
             try:
@@ -125,6 +121,8 @@ def returns(data_source, solution_str, ground_truth, extra_info):
     import numpy
     import torch
 
+    if solution_str == "too large":
+        return float(torch.ones(1 << 28)[0])
     return {
         "float32": numpy.float32(0.5), "int64": numpy.int64(3), "bool_": numpy.bool_(True),
         "0-d array": numpy.array(0.25), "0-d tensor": torch.tensor(0.75, requires_grad=True),
