@@ -106,13 +106,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _done(job: Job, rank: int) -> int:
-    """Run a job. A reward that ends it does so on every rank at once, and rank 0 says why."""
+    """Run a job. A reward that ends it does so on every rank at once; rank 0 says why, and the others wait so as not to
+    end it first.
+    """
     from hybridflow.rewards.policy import RewardFailed  # its module brings torch, which config faults must not wait for
 
     try:
         return job() or 0
     except RewardFailed as error:
-        if rank == 0:
+        if rank > 0:
+            time.sleep(OTHERS_WAIT_S)
+        else:
             print(error, file=sys.stderr, flush=True)
         return EXIT_REWARD
 

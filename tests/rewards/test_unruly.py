@@ -97,7 +97,7 @@ def test_a_reward_that_spoils_its_worker_is_counted_and_costs_no_other_row():
 
 def test_memory_has_a_limit_of_its_own_kind_which_imports_do_not_count_in():
     names = ("bytes", "a", "list", "array", "b", "child")
-    with load("hungry", memory_mb=512) as function:
+    with load("hungry", timeout_s=150.0, memory_mb=512) as function:
         result = function.score(rows(*names))
     assert [fault and fault.kind for fault in result.row_faults] == [
         FaultKind.OUT_OF_MEMORY, None, FaultKind.OUT_OF_MEMORY, FaultKind.OUT_OF_MEMORY, None, None]
@@ -128,7 +128,7 @@ def test_what_is_a_number():
               "dict": 0.5, "bool": 0.0}
     wrong = ("complex", "complex128", "1-d array", "list", "1-d tensor", "bytes", "text", "none", "class")
     infinite = ("nan array", "inf", "large", "nan tensor")
-    with load("returns", memory_mb=700) as function:
+    with load("returns", timeout_s=150.0, memory_mb=700) as function:
         result = function.score(rows(*scores, *wrong, *infinite))
         assert function.score(rows("too large")).faults == {FaultKind.OUT_OF_MEMORY: 1}  # torch's own words for it
     assert result.scores[:len(scores)].tolist() == list(scores.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -108,7 +108,7 @@ class ClassifierPart(_ModelPart):
         with self._in_place():
             scores = self.classifier.score([text for text, _ in read]).tolist()
         return Answer({row: model_outcome(score) for (row, _), score in zip(home, scores, strict=True)},
-                      _number_of(cut for _, cut in read))
+                      sum(cut for _, cut in read))
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -120,7 +120,3 @@ class ClassifierPart(_ModelPart):
             yield
         finally:
             self.classifier.to(torch.device("cpu"))
-
-
-def _number_of(flags: Iterable[bool]) -> int:
-    return sum(map(bool, flags))

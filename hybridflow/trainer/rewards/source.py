@@ -99,7 +99,7 @@ class Rewards:
                      for part, facts, rows in zip(self.parts, told, asked)]
         self.last_fault = "; ".join(filter(None, sentences)) or None
         by_part = self._table(in_order, batch.num_rows)
-        return self._total(by_part, asked), self._metrics(told, by_part, asked)
+        return self._total(by_part), self._metrics(told, by_part, asked)
 
     def close(self) -> None:
         """End the functions' workers."""
@@ -135,7 +135,7 @@ class Rewards:
                 table[place, row] = part.policy.value(outcome)
         return sum_over_world(table.to(self.world.device), self.world)
 
-    def _total(self, by_part: Tensor, asked: Sequence[Asked]) -> Tensor:
+    def _total(self, by_part: Tensor) -> Tensor:
         """`[rows]`: parts that have no weight are measured and cannot drop a row."""
         total = torch.zeros_like(by_part[0])
         for part, values in zip(self.parts, by_part):
