@@ -26,13 +26,14 @@ class TokenColumns:
     """Data of each response token, rows packed one after another: every field is `[targets]`, None where not computed.
 
     `weight` is the factor of the token's loss in the whole optimizer batch (see `algorithms.reduction`); the others
-    are log-probabilities, advantages, returns and values in the units of their algorithm, and `loss_mask` says which
-    tokens are trained (1.0) or not (0.0).
+    are log-probabilities, advantages, returns and values in the units of their algorithm, `versions` those of the
+    weights under which tokens were drawn, and `loss_mask` says which tokens are trained (1.0) or not (0.0).
     """
 
     weight: Tensor | None = None
     loss_mask: Tensor | None = None
     rollout_log_probs: Tensor | None = None
+    versions: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     old_values: Tensor | None = None

@@ -40,10 +40,12 @@ def _run(inputs: Inputs, records: DataSplit, loader: PromptLoader, held_out: tup
         whole.view.say(activation_line(config, world.size, trainer.model))
         if loader.num_dropped:
             whole.view.say(f"{loader.num_dropped} of {len(records.train)} prompts are too long and were dropped.")
+        for _ in range(trainer.steps_ahead):
+            trainer.start(next(loader))
         whole.fit(RunParts(
             step=lambda: trainer.step(next(loader)), export=trainer.export, trace=trainer.trace, timer=trainer.timer,
             grid=trainer.roles.actor.engine.mesh.grid,
             evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
             samples=lambda: trainer.samples(config.logging.samples),
-            trouble=lambda: trainer.roles.rewards.last_fault,
+            trouble=lambda: trainer.trouble,
         ))

@@ -34,7 +34,7 @@ BOUNDS = (
          "train.forward_micro_batch_tokens", "train.recompute_layers", "train.reduce_bucket_mb",
          "train.loss_scale_window", "generation.samples_per_prompt",
          "generation.max_new_tokens", "generation.max_rows", "generation.max_step_tokens",
-         "generation.kv_cache_mb",
+         "generation.kv_cache_mb", "generation.max_staleness",
          "generation.reshard_bucket_mb", "algorithm.constant_length", "data.size",
          "data.prompts_per_step", "data.max_prompt_length", "evaluation.every_steps", "evaluation.prompts",
          "checkpoint.export_every_steps", "sft.steps", "logging.trace_step", "reward.memory_mb",

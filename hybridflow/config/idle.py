@@ -19,6 +19,7 @@ from hybridflow.config.words import (
     KLWhere,
     LossReduction,
     MixedPrecision,
+    Overlap,
     Recompute,
 )
 
@@ -46,13 +47,15 @@ def _only_models_score(config: Config) -> bool:
 
 IDLE = (
     Idle(lambda c: c.algorithm.name is AlgorithmName.GRPO,
-         ("model.critic", "train.critic_optimizer", "algorithm.gamma", "algorithm.lam", "algorithm.value_clip",
-          "algorithm.value_loss_coef", "algorithm.normalise_advantages"),
+         ("model.critic", "placement.critic", "train.critic_optimizer", "algorithm.gamma", "algorithm.lam",
+          "algorithm.value_clip", "algorithm.value_loss_coef", "algorithm.normalise_advantages"),
          "has no effect with grpo, which has no critic", "remove it, or choose algorithm.name ppo"),
     Idle(lambda c: c.algorithm.name is AlgorithmName.PPO, ("algorithm.grpo_std_normalise",),
          "has no effect with ppo", "remove it, or choose algorithm.name grpo"),
+    Idle(lambda c: c.generation.overlap is not Overlap.PARTIAL, ("generation.max_staleness",),
+         "has no effect where answers do not go on over several steps", "choose generation.overlap partial"),
     Idle(lambda c: c.algorithm.kl.where is KLWhere.NONE,
-         ("algorithm.kl.estimator", "algorithm.kl.coef", "model.reference"),
+         ("algorithm.kl.estimator", "algorithm.kl.coef", "model.reference", "placement.reference"),
          "has no effect without a KL penalty", "choose algorithm.kl.where reward or loss"),
     Idle(lambda c: c.algorithm.kl.where is not KLWhere.REWARD, ("algorithm.kl.target",),
          "has no effect here: only a penalty in the reward is steered",
@@ -60,8 +63,8 @@ IDLE = (
     Idle(lambda c: c.algorithm.loss_reduction is not LossReduction.CONSTANT_LENGTH, ("algorithm.constant_length",),
          "has no effect with this loss_reduction", "choose algorithm.loss_reduction constant-length"),
     Idle(lambda c: not reward_models(c.reward, c.model.reward_model),
-         ("model.reward_model.layout", "model.reward_model.label", "model.reward_model.pair",
-          "model.reward_model.dtype", "model.reward_model.micro_batch_size"),
+         ("model.reward_model.layout", "placement.reward", "model.reward_model.label",
+          "model.reward_model.pair", "model.reward_model.dtype", "model.reward_model.micro_batch_size"),
          "has no effect without a reward model", "give model.reward_model.path"),
     Idle(lambda c: c.model.reward_model.path is not None,
          ("reward.function", "reward.batched", "reward.reasoning_gym", "reward.mixture"),

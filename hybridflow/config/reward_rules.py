@@ -1,6 +1,7 @@
-"""What the reward block must be by itself and beside the rest of a config. Pure but for `reward_model_faults`.
+"""What the reward block must be by itself and beside the rest of a config. Pure, but for the kinds of reward models,
+which their config.json tells.
 
-Keys without effect are told by `reward_idle`, which `idle` has among its rules.
+Most keys without effect are `idle`'s; those that depend on the kind of a model are told here.
 """
 
 from __future__ import annotations
@@ -99,6 +100,12 @@ def scored_on_a_mesh(config: Config) -> bool:
     return any(map(is_decoder_folder, reward_models(config.reward, config.model.reward_model).values()))
 
 
+def classifiers(config: Config) -> list[str]:
+    """The folders of reward models that each rank has whole. Reads the config.json of each."""
+    paths = reward_models(config.reward, config.model.reward_model).values()
+    return [path for path in paths if not is_decoder_folder(path)]
+
+
 def reward_model_faults(config: Config) -> Iterator[Fault]:
     """Keys of model.reward_model that do nothing for the kinds of models in the folders, whose config.json it reads."""
     paths = reward_models(config.reward, config.model.reward_model).values()
@@ -108,6 +115,8 @@ def reward_model_faults(config: Config) -> Iterator[Fault]:
         for name in OF_CLASSIFIERS:
             if vars(own)[name] != vars(default)[name]:
                 yield Fault(f"model.reward_model.{name}", vars(own)[name], "has no effect with a decoder", "remove it")
-    if kinds == {False} and own.layout is not None:
-        yield Fault("model.reward_model.layout", "{...}", "has no effect with a model that is no decoder of ours: each "
-                    "rank has a whole one", "remove it")
+    placed = {"model.reward_model.layout": own.layout, "placement.reward": config.placement.reward}
+    for key, value in placed.items():
+        if kinds == {False} and value is not None:
+            yield Fault(key, value, "has no effect with a model that is no decoder of ours: each rank has a whole one",
+                        "remove it")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridflow.config.model_schema import LayoutConfig, ModelsConfig
+from hybridflow.config.model_schema import LayoutConfig, ModelsConfig, PlacementConfig
 from hybridflow.config.reward_schema import RewardConfig
 from hybridflow.config.words import (
     AlgorithmName,
@@ -24,6 +24,7 @@ from hybridflow.config.words import (
     KLWhere,
     LossReduction,
     MixedPrecision,
+    Overlap,
     Overlong,
     Recompute,
     ReduceDtype,
@@ -165,6 +166,10 @@ class GenerationConfig:
     """The actor's generation layout."""
     balance: GenerationBalance = GenerationBalance.OWN
     """Prompts of a replica: own (dealt out beforehand, by length) | shared (taken from one queue as it gets room)."""
+    overlap: Overlap = Overlap.NONE
+    """none (weights learn from what they made) | one_step_off (the next batch is made meanwhile) | partial (README)."""
+    max_staleness: int = 2
+    """overlap partial: steps over which an answer may go on, under newer weights each. 1 is one_step_off."""
     samples_per_prompt: int = 1
     """Responses drawn for each prompt; a group in grpo."""
     max_new_tokens: int = 64
@@ -357,6 +362,8 @@ class Config:
     """The models."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Training."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """Ranks of the roles."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Rollouts."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -55,7 +55,7 @@ def shape_faults(config: Config, world_size: int, command: Command) -> list[Faul
         faults += _length_faults(config, command, start)
         if actor is not None:
             faults += _vocabulary_faults(start, actor)
-    if Role.REWARD in used_roles(config, command):
+    if command in (Command.TRAIN, Command.API, Command.SFT):
         faults += reward_model_faults(config)
     if actor is not None and command in (Command.TRAIN, Command.API):
         faults += _invariance_faults(config, actor)

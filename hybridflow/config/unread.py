@@ -35,7 +35,7 @@ def _judged_otherwise(config: Config) -> bool:
 
 LEARNING = ("algorithm.name", "algorithm.gamma", "algorithm.lam", "algorithm.clip", "algorithm.value_clip",
             "algorithm.value_loss_coef", "algorithm.entropy_coef", "algorithm.kl", "algorithm.normalise_advantages",
-            "algorithm.grpo_std_normalise", "model.critic", "model.reference", "train.total_steps",
+            "algorithm.grpo_std_normalise", "model.critic", "model.reference", "placement", "train.total_steps",
             "train.epochs_per_rollout", "train.critic_optimizer", "data.prompts_per_step")
 TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
             "train.forward_micro_batch_size", "train.micro_batch_tokens", "train.forward_micro_batch_tokens",
@@ -43,7 +43,8 @@ TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient
             "train.reduce_bucket_mb", "train.reduce_dtype", "train.loss_scale", "train.loss_scale_window",
             "train.max_nonfinite_steps", "train.offload", "train.optimizer",
             "algorithm.loss_reduction", "algorithm.constant_length", "model.reward_model", "reward",
-            "generation.reshard_bucket_mb", "generation.weights", "generation.reshard_check", "logging.wandb",
+            "generation.reshard_bucket_mb", "generation.weights", "generation.overlap",
+            "generation.max_staleness", "generation.reshard_check", "logging.wandb",
             "logging.tensorboard", "logging.samples", "logging.progress", "logging.trace_step",
             "evaluation.every_steps", "checkpoint", "sft")
 NO_SPEC = Idle(_starts_from_a_folder, ("model.spec",), "has no effect where model.path is given",
@@ -52,7 +53,8 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
     Command.TRAIN: (Idle(_always, ("sft",), "has no effect in train", "remove it"),),
     Command.SFT: (
         Idle(_always, (*LEARNING, "generation.samples_per_prompt", "generation.temperature", "generation.top_k",
-                       "generation.top_p", "generation.min_p", "generation.batch_invariant", "logging.samples"),
+                       "generation.top_p", "generation.min_p", "generation.batch_invariant", "generation.overlap",
+                       "generation.max_staleness", "logging.samples"),
              "has no effect in sft, which learns from given answers and is evaluated greedily", "remove it"),
         Idle(lambda c: not reward_models(c.reward, c.model.reward_model),
              ("train.forward_micro_batch_size", "train.forward_micro_batch_tokens"),

@@ -1,4 +1,5 @@
-"""What the values of a config must be to each other and to the number of ranks. Pure: reads no file and no device.
+"""What the values of a config must be to each other and to the number of ranks. Looks at no device, and at no
+file but for the kinds of reward models.
 
 `validate` returns every fault it finds and raises nothing. What one value may be by itself is in `bounds`, layouts are
 `layout_rules`', keys that do nothing are in `idle` and `unread`; whether a model's shape fits a layout is `shapes`',
@@ -25,6 +26,7 @@ from hybridflow.config.layouts import (
     written_layout,
 )
 from hybridflow.config.model_schema import ModelSpec
+from hybridflow.config.placement_rules import placement_faults
 from hybridflow.config.reward_rules import reward_faults
 from hybridflow.config.reward_schema import asks_task_scorers
 from hybridflow.config.schema import Config
@@ -38,6 +40,7 @@ from hybridflow.config.words import (
     GenerationWeights,
     KLWhere,
     MixedPrecision,
+    Overlap,
     ReduceDtype,
 )
 from hybridflow.parallel.arithmetic import round_up
@@ -53,6 +56,8 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
     """
     wrong, uncut = list(out_of_bounds(config)), list(layout_faults(config, world_size, command))
     faults = [*wrong, *_models(config, command), *uncut]
+    if command in (Command.TRAIN, Command.API):
+        faults += [*placement_faults(config, world_size), *_overlap(config, command)]
     if command in TRAINING and not wrong:  # the batch numbers divide by these
         faults += _batches(config, command, None if uncut else world_size)
         faults += [] if uncut else _recompute(config, command)
@@ -189,6 +194,12 @@ def _generation(config: Config) -> Iterator[Fault]:
                     f"choose {longest} or less")
     if "" in config.generation.stop:
         yield Fault("generation.stop", config.generation.stop, "an empty string stands everywhere", "remove it")
+
+
+def _overlap(config: Config, command: Command) -> Iterator[Fault]:
+    if command is Command.API and config.generation.overlap is not Overlap.NONE:
+        yield Fault("generation.overlap", config.generation.overlap.value,
+                    "wants the prompts of the next step, and init_trainer is given one batch at a time", "choose none")
 
 
 def _invariance(config: Config, command: Command) -> Iterator[Fault]:

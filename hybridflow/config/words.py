@@ -68,6 +68,12 @@ class GenerationWeights(Enum):
     PACKED = "packed"
 
 
+class Overlap(Enum):
+    NONE = "none"
+    ONE_STEP_OFF = "one_step_off"
+    PARTIAL = "partial"
+
+
 class GenerationBalance(Enum):
     OWN = "own"
     SHARED = "shared"

@@ -61,6 +61,11 @@ _POLICY = (
     MetricInfo("policy/dual_clip_fraction", "fraction", "Tokens held by the dual clip (advantage below 0).",
                _TOKENS),
     MetricInfo("policy/kl_loss", "loss", "The KL term of the actor's loss, before its coefficient.", _UPDATES),
+    MetricInfo("rollout/staleness_mean", "versions", "Weight versions by which a token is behind those that learn from "
+               "it first. Only where generation overlaps training.", _TOKENS),
+    MetricInfo("rollout/carried", "rows", "Answers that have begun and are not learned from yet (generation.overlap "
+               "partial).", "-"),
+    MetricInfo("rollout/staleness_max", "versions", "The most of any token.", "-"),
     MetricInfo("policy/approx_kl", "nats", "KL from the policy that made the rollouts to the updated one (k3).",
                _TOKENS),
     MetricInfo("policy/entropy", "nats", "Entropy of the next-token distribution at the sampling temperature.",

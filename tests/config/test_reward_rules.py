@@ -85,7 +85,10 @@ def test_the_kind_of_a_model_is_read_off_its_folder(tmp_path: Path):
     for model_type, decoder in (("llama", True), ("qwen3", True), ("deberta-v2", False), ("gpt2", False)):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
         assert is_decoder_folder(tmp_path) == decoder
-        row = layout_table(config(f"model.reward_model.path={tmp_path}"), 4).splitlines()[-1]
-        assert row.startswith("reward ") and row.endswith("train.layout" if decoder else "whole on each rank")
+        read = config(f"model.reward_model.path={tmp_path}")
+        row = layout_table(read, 4).splitlines()[-1]
+        assert row.startswith("reward " if decoder else "1 text classifier ")
+        assert row.endswith("train.layout" if decoder else "whole on each rank")
+        assert (Role.REWARD in roles(read)) == decoder
     (tmp_path / "config.json").write_text("[")
     assert is_decoder_folder(tmp_path)  # who reads it as one says what is wrong

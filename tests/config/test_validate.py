@@ -341,6 +341,8 @@ SET = {
     "algorithm.kl.estimator": "algorithm.kl.estimator=k3", "algorithm.kl.coef": "algorithm.kl.coef=0.5",
     "algorithm.kl.target": "algorithm.kl.target=3", "model.reference": "model.reference.layout.tp=1",
     "algorithm.constant_length": "algorithm.constant_length=5",
+    "generation.max_staleness": "generation.max_staleness=3", "placement.critic": "placement.critic=0",
+    "placement.reference": "placement.reference=0", "placement.reward": "placement.reward=0",
     "model.reward_model.layout": "model.reward_model.layout.tp=1",
     "reward.mixture": "reward.mixture=[{name: a, function: a.py:f}]", "reward.on_fault": "reward.on_fault.raised=zero",
     **{key: f"{key}={value}" for key, value in {
@@ -348,21 +350,19 @@ SET = {
         "model.reward_model.micro_batch_size": 4, "reward.function": "a.py:f", "reward.batched": "true",
         "reward.timeout_s": 3, "reward.memory_mb": 100, "reward.workers": 2, "reward.on_fault.raised": -1,
         "reward.on_fault.timed_out": "zero", "reward.on_fault.wrong_type": "error", "reward.on_fault.crashed": 0.5,
-        "reward.on_fault.out_of_memory": -1}.items()},
+        "reward.on_fault.out_of_memory": -1, "train.micro_batch_size": 8,
+        "train.gradient_accumulation_steps": 8, "train.forward_micro_batch_size": 4}.items()},
     "reward.reasoning_gym": "reward.reasoning_gym=partial", "data.train_files": "data.train_files=[a]",
     "data.test_files": "data.test_files=[a]", "data.tasks": "data.tasks=[{name: gcd}]",
     "data.test_tasks": "data.test_tasks=[{name: gcd}]", "data.size": "data.size=9999",
     "data.test_size": "data.test_size=999", "data.prompt_template": "data.prompt_template='{question}'",
     "train.optimizer.min_lr": "train.optimizer.min_lr=1", "train.critic_optimizer.min_lr":
     "train.critic_optimizer.min_lr=1",
-    "train.micro_batch_size": "train.micro_batch_size=8",
-    "train.gradient_accumulation_steps": "train.gradient_accumulation_steps=8",
-    "train.forward_micro_batch_size": "train.forward_micro_batch_size=4",
     "train.recompute_layers": "train.recompute_layers=1", "train.loss_scale": "train.loss_scale=2.0",
     "train.loss_scale_window": "train.loss_scale_window=5",
 }
 CONDITIONS = [
-    ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], ["algorithm.kl.where=loss"], [], [],
+    ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], [], ["algorithm.kl.where=loss"], [], [],
     ["model.reward_model.path=m"], ["model.reward_model.path=m"], ["reward.function=a.py:f"],
     ["reward.mixture=[{name: a, reasoning_gym: exact}]"], [],
     ["reward.mixture=[{name: a, reasoning_gym: exact, on_fault: {raised: zero}}]"], [],

@@ -8,6 +8,7 @@ import torch
 
 from hybridflow.algorithms.kl import AdaptiveKl, KlEstimator
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.parallel.world import World
 from hybridflow.trainer.advantage import GrpoAdvantages, KlPenalty, PpoAdvantages
@@ -28,12 +29,12 @@ def batch_of(world: World, scores: list[float]) -> Batch:
 
 
 def by_row(world: World, batch: Batch, column: torch.Tensor) -> dict[int, list[float]]:
-    parts = column.split(batch.home_lengths(world))
+    parts = column.split(batch.home_lengths(world.rank))
     return {row: part.tolist() for row, part in zip(batch.home[world.rank], parts)}
 
 
 def estimate(world: World, advantages: PpoAdvantages | GrpoAdvantages, scores: list[float]) -> tuple:
-    batch, metrics = advantages(batch_of(world, scores), world)
+    batch, metrics = advantages(batch_of(world, scores), Crew.whole(world))
     columns = batch.columns
     return by_row(world, batch, columns.advantages), by_row(world, batch, columns.loss_mask), metrics, advantages
 

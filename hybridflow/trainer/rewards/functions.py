@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.parallel.world import World
@@ -20,7 +21,6 @@ class FunctionPart:
     """Rows in words, for a function. `right_score` is the reward of a right answer, less rounding."""
 
     right_score: float | None = 1.0 - 1e-9
-    runs_beside = True
 
     def __init__(self, function: RewardFunction, tokenizer: Tokenizer, ends: ResponseEnds, world: World) -> None:
         self.function, self.tokenizer, self.ends, self.world = function, tokenizer, ends, world
@@ -28,16 +28,13 @@ class FunctionPart:
     def submit(self, key: int, row: int, prompt: TokenisedPrompt, response: Sequence[int]) -> None:
         self.function.submit((key, row), self._request(prompt, response))
 
-    def begin(self, asked: Asked) -> None:
-        for row, sample in asked.at_home(self.world):
-            if row not in asked.early and row not in asked.elsewhere:
+    def ask(self, asked: Asked) -> FunctionJudgement:
+        home = [(row, sample) for row, sample in asked.at_home(self.world) if row not in asked.elsewhere]
+        for row, sample in home:
+            if row not in asked.early:
                 self.submit(asked.key, row, asked.prompt(row), sample.response)
-
-    def finish(self, asked: Asked) -> Answer:
-        home = {row for row, _ in asked.at_home(self.world)} - asked.elsewhere
-        mine = sorted(home | (asked.early & set(asked.rows)))
-        outcomes = self.function.collect([(asked.key, row) for row in mine])
-        return Answer({row: outcomes[asked.key, row] for row in mine})
+        mine = {row for row, _ in home} | (asked.early & set(asked.rows))
+        return FunctionJudgement(self.function, asked.key, sorted(mine))
 
     def close(self) -> None:
         self.function.close()
@@ -46,3 +43,17 @@ class FunctionPart:
         record = prompt.record
         return RewardRequest(record.data_source, answer_text(self.tokenizer, response, self.ends), record.ground_truth,
                              {**record.extra_info, RESPONSE_TOKENS: len(response)}, record.entry)
+
+
+class FunctionJudgement:
+    """Rows that workers score by themselves, and this rank collects."""
+
+    def __init__(self, function: RewardFunction, key: int, rows: Sequence[int]) -> None:
+        self._function, self._key, self._rows = function, key, rows
+
+    def work(self) -> None:
+        """Workers do it."""
+
+    def answer(self, crew: Crew) -> Answer:
+        outcomes = self._function.collect([(self._key, row) for row in self._rows])
+        return Answer({row: outcomes[self._key, row] for row in self._rows})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.micro_batch import Sample
 from hybridflow.parallel.world import World
@@ -57,27 +58,33 @@ class Answer:
     num_truncated: int = 0
 
 
+class PartJudgement(Protocol):
+    """Rows that a part has been asked about. `work` and `answer` follow in this order on every rank."""
+
+    def work(self) -> None:
+        """This rank's part of it, but for what goes on by itself."""
+        ...
+
+    def answer(self, crew: Crew) -> Answer:
+        """What became of the rows, over all ranks of each. Collective over the crew, where all rows are at home."""
+        ...
+
+
 class RewardPart(Protocol):
-    """A scorer of rows. `begin` and `finish` are collective and come in pairs.
+    """A scorer of rows.
 
     Attributes:
         right_score: that of a right answer, None where no answer is simply right.
-        runs_beside: whether it works on by itself between `begin` and `finish`.
     """
 
     right_score: float | None
-    runs_beside: bool
 
     def submit(self, key: int, row: int, prompt: TokenisedPrompt, response: Sequence[int]) -> None:
         """Take a row as soon as it has been generated, whatever its siblings do; not collective."""
         ...
 
-    def begin(self, asked: Asked) -> None:
-        """Start on what has not been handed in before."""
-        ...
-
-    def finish(self, asked: Asked) -> Answer:
-        """What became of the rows, over all ranks of each."""
+    def ask(self, asked: Asked) -> PartJudgement:
+        """Hand over what has not been handed in before. Every rank calls it, and none waits here."""
         ...
 
     def close(self) -> None:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.exchange import share_json
-from hybridflow.parallel.world import World
+from hybridflow.crew import Crew
 from hybridflow.rewards.policy import FaultPolicy, RewardFailed
 from hybridflow.rewards.records import FaultKind, RowFault, Score, fault_sentence
 from hybridflow.trainer.rewards.part import Answer, Asked
@@ -37,11 +36,11 @@ class Told:
     extras: dict[str, float]
 
 
-def tell(world: World, asked: Sequence[Asked], answers: Sequence[Answer],
+def tell(crew: Crew, asked: Sequence[Asked], answers: Sequence[Answer],
          policies: Sequence[FaultPolicy]) -> list[Told]:
-    """What became of the rows of each part, the same on every rank. Collective."""
+    """What became of the rows of each part, the same on every rank. Collective over the crew."""
     mine = [_facts(*part) for part in zip(asked, answers, policies, strict=True)]
-    return [_together(ranks) for ranks in zip(*share_json(world, mine))]
+    return [_together(ranks) for ranks in zip(*crew.share(mine))]
 
 
 def _facts(asked: Asked, answer: Answer, policy: FaultPolicy) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
-from hybridflow.parallel.world import World
 from hybridflow.rewards.policy import FaultPolicy
 from hybridflow.rewards.records import FaultKind
-from hybridflow.trainer.rewards.part import Answer, Asked, RewardPart
+from hybridflow.trainer.rewards.part import Answer, Asked, PartJudgement, RewardPart
 from hybridflow.trainer.rewards.report import Told, require_going_on, sentence, tell
-from hybridflow.trainer.roles import sum_over_world
 
 
 @dataclass(frozen=True)
@@ -63,93 +62,109 @@ class Rewards:
 
     Attributes:
         right_score: that of a right answer; None where no answer is simply right, as in a sum.
-        last_fault: what went wrong in the last `score`, the same sentence on every rank; None if nothing did.
+        last_fault: what went wrong in the last batch, the same sentence on every rank; None if nothing did.
     """
 
-    def __init__(self, parts: Sequence[WeightedPart], world: World) -> None:
-        self.parts, self.world = tuple(parts), world
+    def __init__(self, parts: Sequence[WeightedPart]) -> None:
+        self.parts = tuple(parts)
         self.right_score = parts[0].scorer.right_score if len(parts) == 1 else None
         self.last_fault: str | None = None
         self._keys = count()
 
     def begin(self) -> EarlyRows:
-        """A place for rows as they are generated, to be given to `score` with the whole batch."""
+        """A place for rows as they are generated, to be given to `ask` with the whole batch."""
         return EarlyRows(next(self._keys), self.parts)
 
-    def score(self, batch: Batch, prompts: Sequence[TokenisedPrompt],
-              early: EarlyRows | None = None) -> tuple[Tensor, dict[str, float]]:
-        """Scores `[rows]` fp64 on every rank, NaN where a part failed and its policy drops the row; and metrics.
-        Collective; `early` is given on every rank or on none.
+    def ask(self, batch: Batch, prompts: Sequence[TokenisedPrompt], early: EarlyRows | None = None,
+            crew: Crew | None = None) -> Judgement:
+        """Hand the rows out: row i answers `prompts[batch.groups[i]]`. Every rank calls it, and none waits here but to
+        learn which rows were handed in early, on which ranks of `crew`; these two are given together, on every rank.
 
         Raises:
-            RewardFailed: a part failed, and its policy ends the run; on every rank alike.
             ValueError: no part scores a row's data source.
         """
-        asked = self._asked(batch, prompts, early)
-        for part, rows in zip(self.parts, asked):
-            part.scorer.begin(rows)
-        answers: dict[int, Answer] = {}
-        for place in sorted(range(len(self.parts)), key=lambda place: self.parts[place].scorer.runs_beside):
-            answers[place] = self.parts[place].scorer.finish(asked[place])
-        in_order = [answers[place] for place in range(len(self.parts))]
-        told = tell(self.world, asked, in_order, [part.policy for part in self.parts])
-        for part, facts in zip(self.parts, told):
-            require_going_on(facts, part.name)
-        sentences = [sentence(facts, len(rows.rows), part.name)
-                     for part, facts, rows in zip(self.parts, told, asked)]
-        self.last_fault = "; ".join(filter(None, sentences)) or None
-        by_part = self._table(in_order, batch.num_rows)
-        return self._total(by_part), self._metrics(told, by_part, asked)
+        asked = self._asked(batch, prompts, early, crew)
+        return Judgement(self, asked, [part.scorer.ask(rows) for part, rows in zip(self.parts, asked)])
 
     def close(self) -> None:
         """End the functions' workers."""
         for part in self.parts:
             part.scorer.close()
 
-    def _asked(self, batch: Batch, prompts: Sequence[TokenisedPrompt], early: EarlyRows | None) -> list[Asked]:
+    def _asked(self, batch: Batch, prompts: Sequence[TokenisedPrompt], early: EarlyRows | None,
+               crew: Crew | None) -> list[Asked]:
         sources = [prompts[group].record.data_source for group in batch.groups]
         for row, source in enumerate(sources):
             if not any(part.scores(source) for part in self.parts):
                 raise ValueError(f"reward.mixture: no part scores the data source {source!r} (row {row}); name it in "
                                  "the data_sources of a part, or leave those of one empty")
-        key = next(self._keys) if early is None else early.key
-        mine, elsewhere = self._handed_in(batch.num_rows, early)
+        key, mine, elsewhere = next(self._keys), frozenset[int](), frozenset[int]()
+        if early is not None and crew is not None:
+            key, (mine, elsewhere) = early.key, handed_in(early.rows, batch.num_rows, crew)
         return [Asked(key, batch, prompts, tuple(row for row, source in enumerate(sources) if part.scores(source)),
                       mine, elsewhere) for part in self.parts]
 
-    def _handed_in(self, num_rows: int, early: EarlyRows | None) -> tuple[frozenset[int], frozenset[int]]:
-        """The rows that were handed in on this rank, and on others."""
-        if early is None:
-            return frozenset(), frozenset()
-        table = torch.zeros(num_rows, dtype=torch.int64)
-        table[list(early.rows)] = 1
-        times = sum_over_world(table.to(self.world.device), self.world).tolist()
-        assert max(times, default=0) <= 1, "a row was handed in on two ranks"
-        return frozenset(early.rows), frozenset(row for row, time in enumerate(times) if time) - early.rows
 
-    def _table(self, answers: Sequence[Answer], num_rows: int) -> Tensor:
+def handed_in(rows: Collection[int], num_rows: int, crew: Crew) -> tuple[frozenset[int], frozenset[int]]:
+    """Of the rows of a batch, those that were handed in on this rank, and on others. Collective over the crew."""
+    table = torch.zeros(num_rows, dtype=torch.int64)
+    table[list(rows)] = 1
+    times = crew.sum(table.to(crew.world.device)).tolist()
+    assert max(times, default=0) <= 1, "a row was handed in on two ranks"
+    return frozenset(rows), frozenset(row for row, time in enumerate(times) if time) - frozenset(rows)
+
+
+class Judgement:
+    """A batch whose rows every part of `rewards` has been asked about. `work` and `result` follow in this order."""
+
+    def __init__(self, rewards: Rewards, asked: Sequence[Asked], parts: Sequence[PartJudgement]) -> None:
+        self._rewards, self._asked, self._parts = rewards, asked, parts
+
+    def work(self) -> None:
+        """This rank's part of what models do. Functions work by themselves."""
+        for part in self._parts:
+            part.work()
+
+    def result(self, crew: Crew) -> tuple[Tensor, dict[str, float]]:
+        """Scores `[rows]` fp64 on every rank of the crew, NaN where a part failed and its policy drops the row; and
+        metrics. Collective over the crew.
+
+        Raises:
+            RewardFailed: a part failed, and its policy ends the run; on every rank alike.
+        """
+        parts, asked = self._rewards.parts, self._asked
+        answers = [judgement.answer(crew) for judgement in self._parts]
+        told = tell(crew, asked, answers, [part.policy for part in parts])
+        for part, facts in zip(parts, told):
+            require_going_on(facts, part.name)
+        sentences = [sentence(facts, len(rows.rows), part.name) for part, facts, rows in zip(parts, told, asked)]
+        self._rewards.last_fault = "; ".join(filter(None, sentences)) or None
+        by_part = self._table(answers, crew)
+        return self._total(by_part), self._metrics(told, by_part)
+
+    def _table(self, answers: Sequence[Answer], crew: Crew) -> Tensor:
         """`[parts, rows]` fp64 on every rank: each part's score of its rows, 0 elsewhere."""
-        table = torch.zeros(len(self.parts), num_rows, dtype=torch.float64)
-        for place, (part, answer) in enumerate(zip(self.parts, answers)):
+        table = torch.zeros(len(answers), self._asked[0].batch.num_rows, dtype=torch.float64)
+        for place, (part, answer) in enumerate(zip(self._rewards.parts, answers)):
             for row, outcome in answer.outcomes.items():
                 table[place, row] = part.policy.value(outcome)
-        return sum_over_world(table.to(self.world.device), self.world)
+        return crew.sum(table.to(crew.world.device))
 
     def _total(self, by_part: Tensor) -> Tensor:
         """`[rows]`: parts that have no weight are measured and cannot drop a row."""
         total = torch.zeros_like(by_part[0])
-        for part, values in zip(self.parts, by_part):
+        for part, values in zip(self._rewards.parts, by_part):
             if part.weight:
                 total += part.weight * values
         return total
 
-    def _metrics(self, told: Sequence[Told], by_part: Tensor, asked: Sequence[Asked]) -> dict[str, float]:
+    def _metrics(self, told: Sequence[Told], by_part: Tensor) -> dict[str, float]:
         metrics = {f"reward/faults_{kind.value}": float(sum(facts.faults[kind] for facts in told))
                    for kind in FaultKind}
         truncated = sum(facts.num_truncated for facts in told)
         if truncated:
             metrics["reward/truncated"] = float(truncated)
-        for part, facts, values, rows in zip(self.parts, told, by_part, asked):
+        for part, facts, values, rows in zip(self._rewards.parts, told, by_part, self._asked):
             inner = f"{part.name}_" if part.name else ""
             metrics |= {f"reward/extra_{inner}{name}": mean for name, mean in facts.extras.items()}
             known = values[list(rows.rows)]

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridflow.batch import Batch
 from hybridflow.config.reward_schema import OnFaultConfig
+from hybridflow.crew import Crew
+from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.parallel.world import World
 from hybridflow.response_text import ResponseEnds, answer_text
 from hybridflow.rewards.function import RewardFunction
@@ -13,13 +16,21 @@ from hybridflow.rewards.policy import Consequence, FaultPolicy, RewardFailed
 from hybridflow.rewards.records import FaultKind
 from hybridflow.trainer.rewards.functions import FunctionPart
 from hybridflow.trainer.rewards.inputs import RewardInput, fault_policy, require_parts
-from hybridflow.trainer.rewards.source import Rewards, WeightedPart
+from hybridflow.trainer.rewards.source import EarlyRows, Rewards, WeightedPart
 from tests.ranks import run_ranks
 from tests.trainer.rewards.batches import END, Letters, prompts, rollouts
 
 RULES = Path(__file__).with_name("rules.py")
 DROP = FaultPolicy({})
 ALONE = World.single(torch.device("cpu"))
+
+
+def score(rewards: Rewards, world: World, batch: Batch, asked: list[TokenisedPrompt],
+          early: EarlyRows | None = None) -> tuple[torch.Tensor, dict[str, float]]:
+    crew = Crew.whole(world)
+    judgement = rewards.ask(batch, asked, early, crew)
+    judgement.work()
+    return judgement.result(crew)
 
 
 def part(world: World, function: str, policy: FaultPolicy = DROP, *place) -> WeightedPart:
@@ -32,10 +43,10 @@ def shown(scores: torch.Tensor) -> list[float | None]:
 
 
 def score_twice(world: World) -> list[tuple]:
-    rewards = Rewards([part(world, "score")], world)
+    rewards = Rewards([part(world, "score")])
     told = []
     for answers in (["ab", "xa", "x"], ["ab", "b", "ab"]):
-        scores, metrics = rewards.score(rollouts(world, answers), prompts(3))
+        scores, metrics = score(rewards, world, rollouts(world, answers), prompts(3))
         told.append((shown(scores), metrics, rewards.last_fault))
     rewards.close()
     return told
@@ -64,12 +75,12 @@ def test_the_words_of_the_config_are_policies():
 
 def score_by_policy(world: World) -> tuple:
     policy = FaultPolicy({FaultKind.RAISED: -0.5, FaultKind.NOT_FINITE: Consequence.ERROR})
-    rewards = Rewards([part(world, "score", policy)], world)
+    rewards = Rewards([part(world, "score", policy)])
     batch = rollouts(world, ["ab", "x", "b"])
-    scores, metrics = rewards.score(batch, prompts(3))
+    scores, metrics = score(rewards, world, batch, prompts(3))
     fault = rewards.last_fault
     try:
-        rewards.score(rollouts(world, ["ab", "x", "b", "n", "n"]), prompts(5))
+        score(rewards, world, rollouts(world, ["ab", "x", "b", "n", "n"]), prompts(5))
     except RewardFailed as error:
         return shown(scores), metrics["reward/faults_raised"], fault, str(error)
     finally:
@@ -88,9 +99,9 @@ def score_mixed(world: World) -> tuple:
     parts = [part(world, "score", DROP, "right", 2.0, frozenset({"sums"})),
              part(world, "brevity", FaultPolicy({FaultKind.RAISED: -9.0}), "short", 0.5),
              part(world, "together", DROP, "number", 0.0)]
-    rewards = Rewards(parts, world)
+    rewards = Rewards(parts)
     asked = prompts(5, "sums", "words")
-    scores, metrics = rewards.score(rollouts(world, ["ab", "ab", "x", "zz", "bn"]), asked)
+    scores, metrics = score(rewards, world, rollouts(world, ["ab", "ab", "x", "zz", "bn"]), asked)
     rewards.close()
     return shown(scores), metrics, rewards.last_fault, rewards.right_score
 
@@ -107,16 +118,16 @@ def test_a_mixture_is_a_weighted_sum_of_parts_with_policies_and_data_sources_of_
 
 
 def test_a_data_source_without_a_part_is_an_error():
-    rewards = Rewards([part(ALONE, "score", DROP, "right", 1.0, frozenset({"sums"}))], ALONE)
+    rewards = Rewards([part(ALONE, "score", DROP, "right", 1.0, frozenset({"sums"}))])
     with pytest.raises(ValueError, match="no part scores the data source 'words' .row 1."):
-        rewards.score(rollouts(ALONE, ["ab", "ab"]), prompts(2, "sums", "words"))
+        score(rewards, ALONE, rollouts(ALONE, ["ab", "ab"]), prompts(2, "sums", "words"))
     rewards.close()
 
 
 def score_batched(world: World) -> tuple:
-    rewards = Rewards([part(world, "together")], world)
-    scores, metrics = rewards.score(rollouts(world, ["ab", "n", "b", "a"]), prompts(4))
-    whole, _ = rewards.score(rollouts(world, ["ab", "a"]), prompts(2, "raise"))
+    rewards = Rewards([part(world, "together")])
+    scores, metrics = score(rewards, world, rollouts(world, ["ab", "n", "b", "a"]), prompts(4))
+    whole, _ = score(rewards, world, rollouts(world, ["ab", "a"]), prompts(2, "raise"))
     rewards.close()
     return shown(scores), metrics["reward/faults_not_finite"], shown(whole), rewards.last_fault
 
@@ -130,16 +141,16 @@ def test_a_batched_function_is_called_once_a_rank():
 
 def score_early(world: World) -> tuple:
     """Rank 0 hands in rows 0 to 3 beforehand, of which it keeps half; the others are scored where they are kept."""
-    rewards = Rewards([part(world, "slow"), part(world, "together", DROP, "all", 0.0)], world)
+    rewards = Rewards([part(world, "slow"), part(world, "together", DROP, "all", 0.0)])
     answers = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff"]
     batch, asked = rollouts(world, answers), prompts(6)
     early, other = rewards.begin(), rewards.begin()
     for row in range(4 if world.rank == 0 else 0):
         early.submit(row, asked[row], (*range(1, row + 2), END))
         other.submit(row, asked[row], (1, END))
-    scores, metrics = rewards.score(batch, asked, early)
-    again, _ = rewards.score(batch, asked, other)
-    plain, _ = rewards.score(batch, asked)
+    scores, metrics = score(rewards, world, batch, asked, early)
+    again, _ = score(rewards, world, batch, asked, other)
+    plain, _ = score(rewards, world, batch, asked)
     rewards.close()
     return scores.tolist(), again.tolist(), plain.tolist(), metrics["reward/part_all"]
 
