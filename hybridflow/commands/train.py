@@ -17,6 +17,7 @@ from hybridflow.trainer.activations import activation_line
 from hybridflow.trainer.evaluate import answer_lines
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.prompts import RunData, held_out_prompts, read_records, require_same_data, training_prompts
+from hybridflow.trainer.rewards.inputs import require_parts
 from hybridflow.trainer.rl import RLTrainer
 from hybridflow.trainer.run import Run, RunParts
 
@@ -26,6 +27,7 @@ def prepare(config: Config) -> Job:
     config = with_recipe(config)
     records = read_records(config)
     inputs = Inputs.read(config)
+    require_parts(inputs.rewards, (record.data_source for record in (*records.train, *records.test)))
     loader = training_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     return partial(_run, inputs, records, loader, held_out)

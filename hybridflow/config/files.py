@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault
+from hybridflow.config.reward_schema import reward_functions, reward_models
 from hybridflow.config.schema import Config
 
 TRAINED_TOKENIZER = "tokenizer.model"
@@ -25,7 +26,7 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
         faults += _data(config)
     faults += _template(config.data.chat_template)
     if command.scores:
-        faults += _reward_function(config.reward.function)
+        faults += _reward_functions(config)
     if command in (Command.TRAIN, Command.API):
         faults += _algorithm_functions(config)
     return faults
@@ -39,11 +40,11 @@ def _run_folder(folder: str) -> Iterator[Fault]:
 
 
 def _models(config: Config, command: Command) -> Iterator[Fault]:
-    named = {"model.path": config.model.path}
+    named: dict[str, str | None] = {"model.path": config.model.path}
     if command in (Command.TRAIN, Command.API):
         named["model.critic.path"] = config.model.critic.path
     if command.scores:
-        named["model.reward_model.path"] = config.model.reward_model.path
+        named |= reward_models(config.reward, config.model.reward_model)
     for key, path in named.items():
         if path is not None and not (Path(path) / "config.json").is_file():
             yield Fault(key, path, "is no folder with a config.json in it",
@@ -84,12 +85,11 @@ def _template(path: str | None) -> Iterator[Fault]:
         yield Fault("data.chat_template", path, "no such file", "give a file with a Jinja chat template")
 
 
-def _reward_function(function: str | None) -> Iterator[Fault]:
+def _reward_functions(config: Config) -> Iterator[Fault]:
     """The last colon parts file from function, so that a path may hold colons too."""
-    if function is None:
-        return
-    file, _, name = function.rpartition(":")
-    if not file or not name.isidentifier():
-        yield Fault("reward.function", function, "is not file.py:function", "write e.g. rewards/maths.py:score")
-    elif not Path(file).is_file():
-        yield Fault("reward.function", function, f"there is no file {file}")
+    for key, function in reward_functions(config.reward).items():
+        file, _, name = function.rpartition(":")
+        if not file or not name.isidentifier():
+            yield Fault(key, function, "is not file.py:function", "write e.g. rewards/maths.py:score")
+        elif not Path(file).is_file():
+            yield Fault(key, function, f"there is no file {file}")
