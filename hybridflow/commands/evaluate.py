@@ -31,6 +31,7 @@ from hybridflow.trainer.engine_options import DTYPES
 from hybridflow.trainer.evaluate import Evaluator, answer_lines, make_evaluator
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.prompts import RunData, held_out_prompts, read_records, require_same_data
+from hybridflow.trainer.rewards.inputs import require_parts
 from hybridflow.trainer.rollout import Rollout, begin
 
 
@@ -59,6 +60,7 @@ def prepare(config: Config) -> Job:
     """Read everything that the config names; the job then asks and scores, on all launched ranks."""
     records = read_records(config)
     inputs = Inputs.read(replace(config, model=replace(config.model, critic=CriticConfig())))  # nobody asks a critic
+    require_parts(inputs.rewards, (record.data_source for record in records.test))
     held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     if not held_out:
         raise ValueError("all held-out prompts are too long; set data.max_prompt_length higher")
