@@ -123,7 +123,9 @@ class Dataflow:
         seen to it already.
         """
         roles, batch, streamed = self.roles, experience.batch, experience.streamed
-        scores = None if batch.scores is not None else roles.rewards.ask(batch, experience.prompts)
+        scores, early = None, experience.early
+        if batch.scores is None:
+            scores = roles.rewards.ask(batch, experience.prompts, early, None if early is None else crew)
         wanted = dict(roles.scoring)
         if len(self.update_rows(batch)) > 1:  # else old is the policy itself: ratio exactly 1, and no pass needed
             wanted["old_log_probs"] = Phase.LOG_PROBS, roles.actor

@@ -91,17 +91,20 @@ class Sampler:
                 self.hybrid.fill()
 
     def start(self, prompts: Sequence[TokenisedPrompt], params: SamplingParams, samples: int,
-              listeners: Sequence[Grid] = (), *, more_follows: bool = False) -> RolloutUnderWay:
+              listeners: Sequence[Grid] = (), *, more_follows: bool = False,
+              ended: OnEnd | None = None) -> RolloutUnderWay:
         """Answers under the weights that the generator has. Ranks that do not generate go on at once.
 
         Args:
             listeners: roles that are sent answers as they end (`row_stream`).
             more_follows: the weights are needed once more before they change.
+            ended: called for every row as it ends, on one rank: that which speaks for its replica.
         """
         hybrid, dtype = self.hybrid, torch.promote_types(self.actor.blueprint.options.dtype, torch.float32)
         with self.timer.phase(Phase.GENERATE):
             under_way = begin(hybrid.generator, hybrid.mesh, prompts, params, samples=samples, seed=self.seed,
-                              version=hybrid.version, dtype=dtype, balance=self.balance, listeners=listeners)
+                              version=hybrid.version, dtype=dtype, balance=self.balance, listeners=listeners,
+                              ended=ended)
             if not (self.keeps_weights or more_follows):
                 hybrid.free()
         return replace(under_way, tells_versions=self.tells_versions)
@@ -179,15 +182,16 @@ def batch_of(mesh: Mesh | Outside, requests: Sequence[Prompt], groups: tuple[int
 
 def begin(generator: GenerationEngine | None, mesh: Mesh | Outside, prompts: Sequence[TokenisedPrompt],
           params: SamplingParams, *, samples: int, seed: int, version: int | None, dtype: torch.dtype,
-          balance: Balance = Balance.OWN, listeners: Sequence[Grid] = ()) -> RolloutUnderWay:
+          balance: Balance = Balance.OWN, listeners: Sequence[Grid] = (),
+          ended: OnEnd | None = None) -> RolloutUnderWay:
     """Let the replicas of `mesh` answer `prompts` under the weights of `version` (None: whatever they are)."""
     requests = [Prompt(prompt.id, sample, prompt.ids) for prompt in prompts for sample in range(samples)]
     groups = tuple(group for group in range(len(prompts)) for _ in range(samples))
-    sender = None
-    if listeners and isinstance(mesh, Mesh) and speaker(mesh.grid, mesh.coord.dp) == mesh.world.rank:
-        sender = RowSender(mesh, requests, listeners)
+    speaks = isinstance(mesh, Mesh) and speaker(mesh.grid, mesh.coord.dp) == mesh.world.rank
+    sender = RowSender(mesh, requests, listeners) if listeners and speaks else None
+    told = [] if not speaks else [each for each in (ended, sender and sender.end) if each is not None]
     by_row = complete(generator, mesh, requests, params, seed=seed, version=version, balance=balance,
-                      ended=None if sender is None else sender.end)
+                      ended=(lambda row, ids: [each(row, ids) for each in told]) if told else None)
     if sender is not None:
         sender.finish()
     return RolloutUnderWay(mesh, requests, groups, by_row, dtype)
