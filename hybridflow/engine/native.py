@@ -106,6 +106,11 @@ class ForwardEngine:
         return self.mesh.tp.size if self.options.sequence_parallel else 1
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt that several rows of a micro-batch have is computed once for all of them."""
+        return self.options.share_prompts and self.mesh.cp.size == 1 and not self.options.batch_invariant
+
+    @property
     def has_head(self) -> bool:
         """Whether this rank's stage has the last chunk."""
         return self.mesh.coord.pp == self.chunks.head_stage

@@ -18,6 +18,7 @@ from hybridflow.context import ContextCut, ContextPart
 from hybridflow.kernels.attention import causal_suffix_attention
 from hybridflow.micro_batch import MicroBatch
 from hybridflow.models.attention import Attend, PackedCausal
+from hybridflow.models.branch_attention import BranchCausal
 from hybridflow.models.slots import from_slots, index_on
 from hybridflow.parallel.collectives import gather_tokens
 from hybridflow.parallel.mesh import AxisGroup
@@ -27,6 +28,8 @@ def packed_attention(micro_batch: MicroBatch, cp: AxisGroup) -> Attend:
     """How a forward of `micro_batch` sees keys and values; it must have been cut for this rank of `cp`."""
     assert (micro_batch.part.size, micro_batch.part.index) == (cp.size, cp.index), (micro_batch.part, cp)
     device = micro_batch.position_ids.device
+    if micro_batch.branches.lengths:
+        return BranchCausal(micro_batch.lengths, micro_batch.branches, device)
     if cp.size == 1:
         return PackedCausal(micro_batch.lengths, device)
     return ContextCausal(micro_batch.lengths, micro_batch.part, micro_batch.num_tokens, cp, device)

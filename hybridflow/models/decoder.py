@@ -26,6 +26,7 @@ from hybridflow.models.layout import require_layout, sum_segments
 from hybridflow.models.mlp import MLP
 from hybridflow.models.recompute import Recompute, keep_less
 from hybridflow.models.rope import RopeTables, rope_tables
+from hybridflow.models.slots import read_rows
 from hybridflow.parallel.collectives import gather_replicated, gather_tokens
 from hybridflow.parallel.gradients import GradSync
 from hybridflow.parallel.invariant_log_probs import invariant_log_probs, invariant_logits
@@ -217,7 +218,7 @@ class DecoderStage(nn.Module):
             return hidden
         if self.sequence_parallel:
             hidden = gather_replicated(hidden, self.tp)
-        answers = hidden.index_select(0, micro_batch.target_index)  # [targets, hidden]
+        answers = read_rows(hidden, micro_batch.target_index)  # [targets, hidden]
         if self.head_kind is Head.LANGUAGE_MODEL:
             return self._log_probs(answers, micro_batch.targets, temperature, with_entropy)
         return self.values(answers)
@@ -226,6 +227,7 @@ class DecoderStage(nn.Module):
         """How the rows of a micro-batch see their keys and values."""
         if self.packed is None:
             return packed_attention(micro_batch, self.cp)
+        assert not micro_batch.branches.lengths, "a cache of keys and values has whole rows"
         return InvariantCausal(micro_batch.lengths, micro_batch.position_ids.device)
 
     def _log_probs(self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> HeadOutput:

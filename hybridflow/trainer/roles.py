@@ -18,7 +18,7 @@ from hybridflow.context import ContextPart
 from hybridflow.engine.native import ForwardEngine, Loss, Output, Resharder, TrainEngine, Update
 from hybridflow.micro_batch import MicroBatch, reassemble
 from hybridflow.models.decoder import HeadOutput
-from hybridflow.packing import MicroBatching
+from hybridflow.packing import MicroBatching, SharedPrompt
 from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.mesh import everyone
 from hybridflow.parallel.pipeline import Lane
@@ -61,32 +61,35 @@ class ScoringRole:
 
     def answer_tokens(self, batch: Batch) -> Tensor:
         """What the model says of each response token, brought home: `[response tokens of my home rows]`. Collective."""
-        share = self.share(range(batch.num_rows), batch.row_lengths, self.scoring)
+        share = self.share(range(batch.num_rows), batch.row_lengths, self.scoring, batch.prompts)
         rows = batch.fetch(self.world, share.rows_of, with_columns=False)
         answers = self._answers([self._pack(run) for run in rows.runs(share.sizes)])
         return batch.deliver(self.world, self._answering(share.rows_of), answers)
 
     def score_rows(self, batch: Batch) -> Tensor:
         """What a score head says at each row's last token: `[rows]` fp64, the same on every rank. Collective."""
-        share = self.share(range(batch.num_rows), batch.row_lengths, self.scoring)
+        share = self.share(range(batch.num_rows), batch.row_lengths, self.scoring, batch.prompts)
         rows = batch.fetch(self.world, share.rows_of, with_columns=False)
         answers = self._answers([
             MicroBatch.pack_last_tokens(run.samples, device=self.engine.mesh.device,
-                                        multiple_of=self.engine.token_multiple, cp=self._part)
+                                        multiple_of=self.engine.token_multiple, cp=self._part,
+                                        share_prompts=self.engine.shares_prompts)
             for run in rows.runs(share.sizes)])
         scores = torch.zeros(batch.num_rows, dtype=torch.float64, device=self.engine.mesh.device)
         if self.engine.answers:
             scores[list(share.rows_of[self.world.rank])] = answers.double()
         return sum_over_world(scores, self.world)
 
-    def share(self, rows: Sequence[int], lengths: Sequence[int], at_once: MicroBatching) -> Share:
-        """Cut `rows` of these lengths over replicas and micro-batches; every rank finds the same.
+    def share(self, rows: Sequence[int], lengths: Sequence[int], at_once: MicroBatching,
+              prompts: Sequence[SharedPrompt] | None = None) -> Share:
+        """Cut `rows` of these lengths and prompts over replicas and micro-batches; every rank finds the same.
 
         Raises:
             ValueError: a row is longer than the budget of tokens.
         """
         grid, layout = self.engine.mesh.grid, self.engine.mesh.layout
-        cut = at_once.cut(lengths, layout.dp, self.engine.token_multiple * layout.cp)
+        cut = at_once.cut(lengths, layout.dp, self.engine.token_multiple * layout.cp,
+                          prompts if self.engine.shares_prompts else None)
         of_replica = [tuple(rows[place] for micro_batch in replica for place in micro_batch) for replica in cut]
         return Share(tuple(of_replica[grid.coord(rank).dp] for rank in range(self.world.size)),
                      tuple(len(micro_batch) for micro_batch in cut[self.engine.mesh.coord.dp]))
@@ -108,7 +111,8 @@ class ScoringRole:
     def _pack(self, rows: Rows) -> MicroBatch:
         """My context rank's part of `rows`; without rows one without targets, to join every collective."""
         return MicroBatch.pack(rows.samples, rows.columns, device=self.engine.mesh.device,
-                               multiple_of=self.engine.token_multiple, cp=self._part)
+                               multiple_of=self.engine.token_multiple, cp=self._part,
+                               share_prompts=self.engine.shares_prompts)
 
     @property
     def _part(self) -> ContextPart:
@@ -132,7 +136,8 @@ class TrainedRole(ScoringRole):
 
     def update(self, batch: Batch, rows: Sequence[int], loss: Loss, reshard: Resharder | None = None) -> Update:
         """One optimizer step on `rows` of the batch, which may be ragged over replicas. Collective."""
-        share = self.share(rows, [batch.row_lengths[row] for row in rows], self.training)
+        share = self.share(rows, [batch.row_lengths[row] for row in rows], self.training,
+                           [batch.prompts[row] for row in rows])
         lengths = [batch.response_lengths[row] for row in rows if batch.is_trained[row]]
         return self.learn(batch.fetch(self.world, share.rows_of), share.sizes, response_counts(lengths), loss,
                           reshard)
