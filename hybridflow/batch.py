@@ -16,50 +16,8 @@ from torch import Tensor
 
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.packing import SharedPrompt
-from hybridflow.parallel.box import Box, Shard
-from hybridflow.parallel.plan import TransferPlan
-from hybridflow.parallel.shard_map import ShardMap
-from hybridflow.parallel.transfer import execute
 from hybridflow.parallel.world import World
-
-# For each rank of the world the rows it holds, in the order it keeps them.
-RowsOfRank = tuple[tuple[int, ...], ...]
-
-
-def row_map(lengths: Sequence[int], rows_of: RowsOfRank, width: int) -> ShardMap:
-    """A shard map of the canonical `[sum(lengths), width]` table whose rows lie one after another.
-
-    Neighbouring rows that a rank keeps in order are one box.
-    """
-    starts = [0, *accumulate(lengths)]
-
-    def shards_of(rank: int) -> list[Shard]:
-        shards, place = [], 0
-        for first, last in _runs(rows_of[rank]):
-            box = Box("rows", (starts[first], 0), (starts[last + 1], width))
-            if box.numel:
-                shards.append(Shard(box, "rows", place * width, (width, 1)))
-            place += starts[last + 1] - starts[first]
-        return shards
-    return ShardMap({"rows": (starts[-1], width)}, tuple(range(len(rows_of))), shards_of)
-
-
-def move_rows(world: World, lengths: Sequence[int], src: RowsOfRank, dst: RowsOfRank, values: Tensor) -> Tensor:
-    """Move ragged rows from the ranks `src` to the ranks `dst`. Collective.
-
-    Args:
-        lengths: entries of every row of the batch.
-        values: `[entries of my src rows, width]`; ranks without rows give `[0, width]`.
-
-    Returns:
-        `[entries of my dst rows, width]`.
-    """
-    width = values.shape[1]
-    plan = TransferPlan(row_map(lengths, src, width), row_map(lengths, dst, width))
-    wanted = sum(lengths[row] for row in dst[world.rank])
-    out = values.new_empty(wanted, width)
-    execute(plan, world, {"rows": values.contiguous()}, {"rows": out}, wire_dtype=values.dtype)
-    return out
+from hybridflow.row_moves import Arrival, RowsOfRank, send_rows
 
 
 @dataclass(frozen=True)
@@ -133,40 +91,61 @@ class Batch:
     def with_columns(self, **columns: Tensor) -> Batch:
         return replace(self, columns=self.columns.with_columns(**columns))
 
-    def fetch(self, world: World, rows_of: RowsOfRank, *, with_columns: bool = True) -> Rows:
-        """The rows that each rank asks for, with what has been computed for their tokens if wanted. Collective."""
+    def send(self, world: World, rows_of: RowsOfRank, *, with_columns: bool = True) -> RowsOnTheWay:
+        """Start to send each rank the rows that it asks for, with what has been computed for their tokens if wanted.
+        Every rank calls it, and none waits here.
+        """
         ids = torch.tensor([t for s in self.samples for t in (*s.prompt, *s.response)], dtype=torch.int64,
                            device=world.device).unsqueeze(1)
-        ids = move_rows(world, self.row_lengths, self.home, rows_of, ids).squeeze(1).tolist()
-        samples, start = [], 0
-        for row in rows_of[world.rank]:
-            middle, end = start + self.prompt_lengths[row], start + self.row_lengths[row]
-            samples.append(Sample(tuple(ids[start:middle]), tuple(ids[middle:end])))
-            start = end
-        return Rows(tuple(samples), self._fetch_columns(world, rows_of) if with_columns else TokenColumns())
+        present = self.columns.present() if with_columns else {}
+        table = (send_rows(world, self.response_lengths, self.home, rows_of, torch.stack(list(present.values()), 1))
+                 if present else None)
+        cuts = [(self.prompt_lengths[row], self.response_lengths[row]) for row in rows_of[world.rank]]
+        return RowsOnTheWay(cuts, send_rows(world, self.row_lengths, self.home, rows_of, ids), tuple(present), table)
 
-    def _fetch_columns(self, world: World, rows_of: RowsOfRank) -> TokenColumns:
-        present = self.columns.present()
-        if not present:
-            return TokenColumns()
-        table = move_rows(world, self.response_lengths, self.home, rows_of, torch.stack(list(present.values()), 1))
-        return TokenColumns(**dict(zip(present, table.unbind(1))))
+    def fetch(self, world: World, rows_of: RowsOfRank, *, with_columns: bool = True) -> Rows:
+        """As `send`, and wait for them."""
+        return self.send(world, rows_of, with_columns=with_columns).wait()
 
-    def deliver(self, world: World, holders: RowsOfRank, values: Tensor) -> Tensor:
-        """Bring home what a role computed for each response token of the rows its `holders` have. Collective.
+    def deliver(self, world: World, holders: RowsOfRank, values: Tensor) -> Arrival:
+        """Start to bring home what a role computed for each response token of the rows its `holders` have. Every rank
+        calls it, and none waits here.
 
         Args:
             values: `[response tokens of my rows in holders]`.
+
+        Returns:
+            what will be `[response tokens of my home rows, 1]`.
         """
-        return move_rows(world, self.response_lengths, holders, self.home, values.unsqueeze(1)).squeeze(1)
+        return send_rows(world, self.response_lengths, holders, self.home, values.unsqueeze(1))
+
+    def moved(self, world: World, home: RowsOfRank) -> Batch:
+        """The same batch with its rows kept by other ranks. Collective."""
+        rows = self.fetch(world, home)
+        return replace(self, home=home, samples=rows.samples, columns=rows.columns)
 
 
-def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Maximal runs of consecutive row numbers as (first, last)."""
-    runs: list[tuple[int, int]] = []
-    for row in rows:
-        if runs and runs[-1][1] + 1 == row:
-            runs[-1] = (runs[-1][0], row)
-        else:
-            runs.append((row, row))
-    return runs
+@dataclass(frozen=True)
+class RowsOnTheWay:
+    """Rows that `Batch.send` sends to this rank.
+
+    Attributes:
+        cuts: prompt and response tokens of each row.
+        ids: `[tokens, 1]` of prompts and responses.
+        names, table: of the columns, and `[response tokens, columns]` of their values; None where there are none.
+    """
+
+    cuts: list[tuple[int, int]]
+    ids: Arrival
+    names: tuple[str, ...]
+    table: Arrival | None
+
+    def wait(self) -> Rows:
+        """The rows, once they are here."""
+        ids, samples, start = self.ids.wait().squeeze(1).tolist(), [], 0
+        for prompt, response in self.cuts:
+            middle, end = start + prompt, start + prompt + response
+            samples.append(Sample(tuple(ids[start:middle]), tuple(ids[middle:end])))
+            start = end
+        columns = {} if self.table is None else dict(zip(self.names, self.table.wait().unbind(1), strict=True))
+        return Rows(tuple(samples), TokenColumns(**columns))

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hybridflow.engine.blueprint import Blueprint, Elsewhere
 from hybridflow.engine.native import TrainEngine
 from hybridflow.generation.engine import Generator
 from hybridflow.generation.engines.interface import GenerationEngine
@@ -23,19 +24,20 @@ from hybridflow.generation.runners import make_runner
 from hybridflow.generation.weight_home import PackedHome, SharedHome, WeightHome, WeightMode
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage
-from hybridflow.models.layout import chunk_layers
+from hybridflow.models.layout import chunk_layers, split_heads
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.observe.trace import settle_device
 from hybridflow.parallel.assign import assign
-from hybridflow.parallel.mesh import Grid, Layout, Mesh
+from hybridflow.parallel.mesh import Grid, Layout, Mesh, Outside
 from hybridflow.parallel.nodes import ONE_NODE, Nodes
 from hybridflow.parallel.parameter_shares import share_map, share_storage
 from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.share import TRAINING, with_training
+from hybridflow.row_moves import move_rows
 from hybridflow.weight_route import ReshardCheck, Route
 
-MakeEngine = Callable[[TrainEngine, Mesh], tuple[WeightHome, GenerationEngine]]  # of a train engine, on a mesh
+MakeEngine = Callable[[Blueprint, Mesh], tuple[WeightHome, GenerationEngine]]  # of a train engine, on a mesh
 META = torch.device("meta")  # a stage without memory: the home of its weights gives it some, for each rollout
 
 
@@ -57,11 +59,13 @@ class ReshardReport:
 
 
 class HybridEngine:
-    """A generator that is lent the train engine's current weights. Making one is collective.
+    """A generator that is lent the train engine's current weights. Making one is collective, and every method but those
+    of one round is called on every rank of the world, whatever it has of the two.
 
     Weights come by two ways. `fill` takes them from the training weights. `fill_bucket`, at the end of an update, takes
     them from the shares that the optimizer has just stepped, where the data-parallel ranks share its state out: the
-    same messages bring the training weights what other ranks have stepped, in place of an all-gather.
+    same messages bring the training weights what other ranks have stepped, in place of an all-gather. It is there where
+    training and generation have the same ranks.
 
     Example:
         hybrid.fill()
@@ -69,31 +73,50 @@ class HybridEngine:
         hybrid.free()
 
     Attributes:
-        generator: refuses to generate under any version but the one that was last filled in.
+        train: the engine that trains, or word that other ranks have it.
+        generator: refuses to generate under any version but the one that was last filled in. None, as `home`, on ranks
+            that do not generate.
         home: where the generator's weights are.
         from_training, after_step: the two ways; one and the same where no rank has but a share.
+        ends_updates: whether an update may end in a reshard by `fill_bucket`.
+        version: of the weights that were last filled in, on the ranks that have any of them; None where they are freed.
         last_report: of the last reshard.
     """
 
-    def __init__(self, train: TrainEngine, mesh: Mesh, make: MakeEngine | None = None, *, bucket_bytes: int,
-                 check: ReshardCheck = ReshardCheck.SAMPLED) -> None:
+    def __init__(self, train: TrainEngine | Elsewhere, mesh: Mesh | Outside, make: MakeEngine | None = None, *,
+                 bucket_bytes: int, check: ReshardCheck = ReshardCheck.SAMPLED,
+                 home_map: ShardMap | None = None) -> None:
         """
         Args:
             mesh: the generation mesh.
             make: makes the generator and its home; None is `own_engine` as it comes.
             bucket_bytes: bounds what is in flight while weights move.
+            home_map: that of the home; for ranks outside of `mesh`, who have no home to say so. None is that of
+                `own_engine` as it comes.
         """
         self.train, self.mesh = train, mesh
-        self.home, self.generator = (make or own_engine)(train, mesh)
-        route = partial(Route, world=mesh.world, layout=train.grads.layout(), wire_dtype=train.options.dtype,
+        self.home: WeightHome | None = None
+        self.generator: GenerationEngine | None = None
+        model = train.blueprint.model
+        if isinstance(mesh, Mesh):
+            self.home, self.generator = (make or own_engine)(train.blueprint, mesh)
+            home_map = self.home.shard_map
+        else:
+            mesh.make_tp_blocks(split_heads(model, mesh.layout.tp, 0).kv_replicas)  # what the stage makes on the others
+            home_map = home_map or decoder_shard_map(model, mesh.grid, Head.LANGUAGE_MODEL)
+        train_map, layout = train.blueprint.shard_map, train.grads.layout() if isinstance(train, TrainEngine) else {}
+        route = partial(Route, world=mesh.world, layout=layout, wire_dtype=train.blueprint.options.dtype,
                         bucket_bytes=bucket_bytes, check=check)
-        self.from_training = self.after_step = route(train.shard_map, self.home.shard_map)
-        if train.grads.sharded:
-            shares = share_map(train.shard_map, train.grads.layout(), train.mesh, train.grads.sharded)
-            self.after_step = route(shares, with_training(self.home.shard_map, train.shard_map))
+        self.from_training = self.after_step = route(train_map, home_map)
+        self.ends_updates = set(train.blueprint.grid.ranks) == set(mesh.grid.ranks)
+        if self.ends_updates and isinstance(train, TrainEngine) and train.grads.sharded:
+            shares = share_map(train_map, layout, train.mesh, train.grads.sharded)
+            self.after_step = route(shares, with_training(home_map, train_map))
         self.last_report = ReshardReport(0.0, 0, 0, 0)
         self._settle = settle_device(mesh.device)
         self._under_way: _UnderWay | None = None
+        self._filled_at: int | None = None
+        self.version: int | None = None
 
     @property
     def num_buckets(self) -> int:
@@ -102,29 +125,47 @@ class HybridEngine:
 
     @property
     def is_current(self) -> bool:
-        """Whether the generator has the train engine's weights of now."""
-        return self.generator.weight_version == self.train.version
+        """Whether the generator has the train engine's weights of now: the same answer on every rank."""
+        return self._filled_at == self.train.num_updates
 
     def fill(self) -> None:
         """Reshard the current training weights into the generator. Collective."""
-        assert not self.train.optimizer.waiting, "the update under way is resharded by fill_bucket"
+        train = self.train
+        assert isinstance(train, Elsewhere) or not train.optimizer.waiting, "an update under way goes by fill_bucket"
+        version = self._told_version()
         for number in range(self.from_training.num_rounds):
-            self._round(self.from_training, number)
+            self._round(self.from_training, number, version)
+        self._filled_at = train.num_updates
 
     def fill_bucket(self, number: int) -> None:
         """One round of the reshard that ends an update: steps what it reads, then sends it. After the last round the
         generator and every training shard have the new weights.
         """
-        self._round(self.after_step, number)
+        assert isinstance(self.train, TrainEngine) and self.ends_updates
+        self._round(self.after_step, number, self.train.version)
+        self._filled_at = self.train.num_updates
 
     def free(self) -> None:
         """Give the memory of the generation weights back."""
-        self.generator.sleep()
-        self.home.free()
+        if self.generator is not None:
+            self.generator.sleep()
+            self.home.free()
+        self._filled_at = self.version = None
 
-    def _round(self, route: Route, number: int) -> None:
+    def _told_version(self) -> int:
+        """That of the weights; ranks that only generate hear it from one that trains."""
+        train, world = self.train, self.mesh.world
+        mine = [train.version] if isinstance(train, TrainEngine) else []
+        trains, hears = train.blueprint.grid.ranks, set(self.mesh.grid.ranks) - set(train.blueprint.grid.ranks)
+        speaks = tuple((0,) if rank == trains[0] else () for rank in range(world.size))
+        told = tuple((0,) if rank in hears else () for rank in range(world.size))
+        said = torch.tensor(mine if speaks[world.rank] else [], dtype=torch.int64, device=world.device)
+        heard = move_rows(world, (1,), speaks, told, said.unsqueeze(1))
+        return mine[0] if mine else int(heard) if len(heard) else 0
+
+    def _round(self, route: Route, number: int, version: int) -> None:
         if number == 0:
-            self._under_way = self._start(route)
+            self._under_way = self._start(route, version)
         assert self._under_way is not None, "rounds are called in order, from 0"
         for bucket in route.steps[number]:
             self.train.optimizer.step_bucket(bucket)
@@ -133,13 +174,19 @@ class HybridEngine:
             self._finish(route, self._under_way)
             self._under_way = None
 
-    def _start(self, route: Route) -> _UnderWay:
+    def _start(self, route: Route, version: int) -> _UnderWay:
         """Make the generator's storages."""
-        started, parameters = self._now(), self.train.storages
-        self.generator.sleep()
-        shares = {share_storage(i): bucket.my_params for i, bucket in enumerate(self.train.grads.buckets)}
-        training = {f"{TRAINING}{name}": tensor for name, tensor in parameters.items()}
-        return _UnderWay(started, route.stats.received_bytes, parameters | shares, training | self.home.take(training))
+        started, sources, destinations = self._now(), {}, {}
+        if self.generator is not None:
+            self.generator.sleep()
+        if isinstance(self.train, TrainEngine):
+            parameters = self.train.storages
+            shares = {share_storage(i): bucket.my_params for i, bucket in enumerate(self.train.grads.buckets)}
+            sources = parameters | shares
+            destinations = {f"{TRAINING}{name}": tensor for name, tensor in parameters.items()}
+        if self.home is not None:
+            destinations |= self.home.take(destinations)
+        return _UnderWay(started, route.stats.received_bytes, version, sources, destinations)
 
     def _finish(self, route: Route, reshard: _UnderWay) -> None:
         """Let the generator generate, with weights that are right.
@@ -147,15 +194,22 @@ class HybridEngine:
         Raises:
             IntegrityError: they are not, on some rank; no rank's generator has any then.
         """
-        for bucket in self.train.optimizer.waiting:  # of shares that nobody else wants
-            self.train.optimizer.step_bucket(bucket)
-        route.verify(reshard.sources, reshard.destinations, self.train.version)
+        version = reshard.version
+        if isinstance(self.train, TrainEngine):
+            for bucket in self.train.optimizer.waiting:  # of shares that nobody else wants
+                self.train.optimizer.step_bucket(bucket)
+            version = self.train.version
+        route.verify(reshard.sources, reshard.destinations, version)
         reshard.destinations.clear()  # memory that the home may replace is not to be kept
-        self.home.ready()
-        self.generator.wake(self.train.version)
+        taken = 0
+        if self.generator is not None:
+            self.home.ready()
+            self.generator.wake(version)
+            taken = self.home.taken_bytes
+        self.version = version
         received = route.stats.received_bytes - reshard.received_before
         self.last_report = ReshardReport(self._now() - reshard.started, received, route.lower_bound_bytes,
-                                         self.home.taken_bytes + route.stats.peak_buffer_bytes)
+                                         taken + route.stats.peak_buffer_bytes)
 
     def _now(self) -> float:
         """Seconds, once the device has done what it was given."""
@@ -170,11 +224,12 @@ class _UnderWay:
 
     started: float
     received_before: int
+    version: int
     sources: dict[str, Tensor]
     destinations: dict[str, Tensor]
 
 
-def own_engine(train: TrainEngine, mesh: Mesh, *, limits: GenerationLimits = DEFAULT_LIMITS,
+def own_engine(train: Blueprint, mesh: Mesh, *, limits: GenerationLimits = DEFAULT_LIMITS,
                weights: WeightMode = WeightMode.PACKED, decode: Callable[[Sequence[int]], str] | None = None,
                layers_per_stage: Sequence[int] | None = None) -> tuple[WeightHome, Generator]:
     """Our generator for the weights of `train`, without memory for them yet.

@@ -6,7 +6,7 @@ groups of this rank. Nothing here knows of models or weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,8 +58,9 @@ class Grid:
         assert len(self.ranks) == self.layout.size == len(set(self.ranks)), (self.layout, self.ranks)
 
     @classmethod
-    def of(cls, layout: Layout) -> Grid:
-        return cls(layout, tuple(range(layout.size)))
+    def of(cls, layout: Layout, ranks: Sequence[int] | None = None) -> Grid:
+        """On `ranks` in this order; None for the first ones of the world."""
+        return cls(layout, tuple(range(layout.size)) if ranks is None else tuple(ranks))
 
     @cached_property
     def _places(self) -> dict[int, int]:
@@ -108,33 +109,22 @@ def everyone(world: World) -> AxisGroup:
     return AxisGroup(tuple(range(world.size)), world.rank, world.everyone)
 
 
-class Mesh:
-    """A grid together with the groups that this rank is in. Making one is a collective call over the whole world.
-
-    Attributes:
-        tp, cp, pp: this rank's groups along these axes; `pp.index` is its stage.
-        data: all dp x cp ranks that hold the same weights: gradients are summed over it.
-        model: all tp x pp ranks that hold one copy of the weights together.
-        embedding: the first and the last stage of this pipeline; on a middle stage, or with one stage, itself alone.
-        links: by (from stage, to stage) the pairs of neighbouring stages of this pipeline, in a ring, that this rank is
-            one of. A message travels on the link of its direction, so that nothing queues behind a message that goes
-            elsewhere.
+def mesh_of(grid: Grid, world: World) -> Mesh | Outside:
+    """This rank's mesh on `grid`, or word that it has none. Collective over the world: ranks outside of the grid make
+    the groups with the others.
     """
+    if world.rank in grid.ranks:
+        return Mesh(grid, world)
+    _make_groups(grid, world)
+    return Outside(grid, world)
 
-    def __init__(self, grid: Grid, world: World) -> None:
-        assert grid.layout.size == world.size, (grid.layout, world.size)
-        self.grid = grid
-        self.world = world
-        self.coord = grid.coord(world.rank)
-        self.tp = self._axis(lambda c: (c.cp, c.dp, c.pp))
-        self.cp = self._axis(lambda c: (c.tp, c.dp, c.pp))
-        self.pp = self._axis(lambda c: (c.tp, c.cp, c.dp))
-        # Of its own even where these are the ranks of cp: keys and values must not queue behind a gradient bucket.
-        self.data = self._axis(lambda c: (c.tp, c.pp), "data")
-        self.model = self._axis(lambda c: (c.cp, c.dp))
-        self.links = self._links()
-        last = self.layout.pp - 1
-        self.embedding = self._axis(lambda c: (c.tp, c.cp, c.dp, 0 if c.pp in (0, last) else c.pp))
+
+@dataclass(frozen=True)
+class Outside:
+    """What a rank that is not in `grid` knows of the mesh on it."""
+
+    grid: Grid
+    world: World
 
     @property
     def layout(self) -> Layout:
@@ -143,6 +133,49 @@ class Mesh:
     @property
     def device(self) -> torch.device:
         return self.world.device
+
+    def make_tp_blocks(self, size: int) -> None:
+        """Make the groups of `Mesh.tp_block` with those who are in them. Collective over the world."""
+        _make_lines(self.grid, self.world, _block_key(size))
+
+
+class Mesh:
+    """A grid together with the groups that this rank is in. Making one is a collective call over the whole world, which
+    may have ranks outside of the grid (`mesh_of`).
+
+    Attributes:
+        tp, cp, pp: this rank's groups along these axes; `pp.index` is its stage.
+        data: all dp x cp ranks that hold the same weights: gradients are summed over it.
+        model: all tp x pp ranks that hold one copy of the weights together.
+        members: all ranks of the grid.
+        embedding: the first and the last stage of this pipeline; on a middle stage, or with one stage, itself alone.
+        links: by (from stage, to stage) the pairs of neighbouring stages of this pipeline, in a ring, that this rank is
+            one of. A message travels on the link of its direction, so that nothing queues behind a message that goes
+            elsewhere.
+    """
+
+    def __init__(self, grid: Grid, world: World) -> None:
+        assert world.rank in grid.ranks, (grid, world.rank)
+        self.grid = grid
+        self.world = world
+        self.coord = grid.coord(world.rank)
+        _make_groups(grid, world)
+        self.tp, self.cp, self.pp, self.data, self.model, self.embedding = (
+            self._axis(axis) for axis in _axes(grid.layout))
+        self.links = {ends: self._group(ranks, purpose) for ranks, purpose, ends in _link_lines(grid)
+                      if world.rank in ranks}
+
+    @property
+    def layout(self) -> Layout:
+        return self.grid.layout
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @cached_property
+    def members(self) -> AxisGroup:
+        return everyone(self.world) if self.layout.size == self.world.size else self._group(self.grid.ranks)
 
     @property
     def is_first_stage(self) -> bool:
@@ -155,23 +188,63 @@ class Mesh:
     def tp_block(self, size: int) -> AxisGroup:
         """My block of `size` adjacent tensor coordinates (the ranks that replicate one key-value head). Collective."""
         assert self.layout.tp % size == 0, (self.layout, size)
-        return self._axis(lambda c: (c.tp // size, c.cp, c.dp, c.pp))
+        _make_lines(self.grid, self.world, _block_key(size))
+        return self._axis(_Axis(_block_key(size)))
 
-    def _links(self) -> dict[tuple[int, int], AxisGroup]:
-        links, pp, mine = {}, self.layout.pp, self.world.rank
-        for line in self.grid.lines(lambda c: (c.tp, c.cp, c.dp)):
-            for ends in sorted({(s, (s + hop) % pp) for s in range(pp) for hop in (1, pp - 1) if pp > 1}):
-                ranks = (line[ends[0]], line[ends[1]])
-                process_group = self.world.group(ranks, f"link {ends[0]} to {ends[1]}")
-                if mine in ranks:
-                    links[ends] = AxisGroup(ranks, ranks.index(mine), process_group)
-        return links
+    def _axis(self, axis: _Axis) -> AxisGroup:
+        mine = axis.key(self.coord)
+        return self._group(tuple(rank for rank in self.grid.ranks if axis.key(self.grid.coord(rank)) == mine),
+                           axis.purpose)
 
-    def _axis(self, key: Callable[[Coord], tuple], purpose: str = "") -> AxisGroup:
-        mine = None
-        for ranks in self.grid.lines(key):
-            process_group = self.world.group(ranks, purpose)
-            if self.world.rank in ranks:
-                mine = AxisGroup(ranks, ranks.index(self.world.rank), process_group)
-        assert mine is not None
-        return mine
+    def _group(self, ranks: tuple[int, ...], purpose: str = "") -> AxisGroup:
+        """One that has been made."""
+        return AxisGroup(ranks, ranks.index(self.world.rank), self.world.group(ranks, purpose))
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Ranks with an equal key are a group; `purpose` keeps it apart from another of the same ranks."""
+
+    key: Callable[[Coord], tuple]
+    purpose: str = ""
+
+
+def _axes(layout: Layout) -> tuple[_Axis, ...]:
+    """tp, cp, pp, data, model and embedding."""
+    last = layout.pp - 1
+    return (
+        _Axis(lambda c: (c.cp, c.dp, c.pp)),
+        _Axis(lambda c: (c.tp, c.dp, c.pp)),
+        _Axis(lambda c: (c.tp, c.cp, c.dp)),
+        # Of its own even where these are the ranks of cp: keys and values must not queue behind a gradient bucket.
+        _Axis(lambda c: (c.tp, c.pp), "data"),
+        _Axis(lambda c: (c.cp, c.dp)),
+        _Axis(lambda c: (c.tp, c.cp, c.dp, 0 if c.pp in (0, last) else c.pp)),
+    )
+
+
+def _block_key(size: int) -> Callable[[Coord], tuple]:
+    return lambda c: (c.tp // size, c.cp, c.dp, c.pp)
+
+
+def _link_lines(grid: Grid) -> Iterator[tuple[tuple[int, int], str, tuple[int, int]]]:
+    """The two ranks of every link, its purpose, and the stages from which and to which it leads."""
+    pp = grid.layout.pp
+    for line in grid.lines(lambda c: (c.tp, c.cp, c.dp)):
+        for ends in sorted({(s, (s + hop) % pp) for s in range(pp) for hop in (1, pp - 1) if pp > 1}):
+            yield (line[ends[0]], line[ends[1]]), f"link {ends[0]} to {ends[1]}", ends
+
+
+def _make_groups(grid: Grid, world: World) -> None:
+    """Every group of a mesh on `grid`, in the same order on every rank of the world, which is collective."""
+    for axis in _axes(grid.layout):
+        _make_lines(grid, world, axis.key, axis.purpose)
+    for ranks, purpose, _ in _link_lines(grid):
+        world.group(ranks, purpose)
+    if grid.layout.size < world.size:
+        world.group(grid.ranks)
+
+
+def _make_lines(grid: Grid, world: World, key: Callable[[Coord], tuple], purpose: str = "") -> None:
+    for ranks in grid.lines(key):
+        world.group(ranks, purpose)

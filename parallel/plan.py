@@ -50,13 +50,16 @@ class TransferPlan:
     Example: tp2 -> tp1 dp2 of an 8 x 6 matrix: each of the two ranks receives the 4 x 6 half that the other holds.
     """
 
-    def __init__(self, src: ShardMap, dst: ShardMap, nodes: Nodes = ONE_NODE) -> None:
+    def __init__(self, src: ShardMap, dst: ShardMap, nodes: Nodes = ONE_NODE, *, passing: bool = True) -> None:
         """Plan `src` -> `dst`.
 
+        Args:
+            passing: whether demanders may pass on what they have got. Without it, and on one node, all is sent at once
+                by those who hold it.
         Raises:
             ValueError: canonical shapes differ, or a destination box that no rank holds (all are listed).
         """
-        self.src, self.dst, self.nodes = src, dst, nodes
+        self.src, self.dst, self.nodes, self._passing = src, dst, nodes, passing
         self._by_rank: dict[int, tuple[Copy, ...]] = {}
         self._wishes: dict[frozenset[Kind], _Wish] = {}
         self._whole = src if src.division is None else src.division.whole
@@ -107,7 +110,7 @@ class TransferPlan:
     def _groups(self, region: _Region) -> list[_Group]:
         if region.groups is None:
             wish = self._wishes.setdefault(frozenset(region.wanters),
-                                           _Wish(region.wanters, self.src, self.dst, self.nodes))
+                                           _Wish(region.wanters, self.src, self.dst, self.nodes, self._passing))
             cells = region.cells if self.src.division is None else divided(region.cells, self.src.division)
             by_holders: dict[tuple[Kind, ...], list[Cell]] = defaultdict(list)
             for cell in cells:
@@ -133,8 +136,8 @@ class _Region:
 class _Wish:
     """What the same kinds want, whoever holds it."""
 
-    def __init__(self, wanters: tuple[Kind, ...], src: ShardMap, dst: ShardMap, nodes: Nodes) -> None:
-        self._wanters, self.src, self.dst, self.nodes = wanters, src, dst, nodes
+    def __init__(self, wanters: tuple[Kind, ...], src: ShardMap, dst: ShardMap, nodes: Nodes, passing: bool) -> None:
+        self._wanters, self.src, self.dst, self.nodes, self._passing = wanters, src, dst, nodes, passing
 
     @cached_property
     def ranks(self) -> frozenset[int]:
@@ -144,7 +147,7 @@ class _Wish:
         """From these holders; None where nobody else wants it."""
         if self.ranks <= holders:
             return None
-        passing = not any(self.src.shards(rank) for rank in self._in_source if rank not in holders)
+        passing = self._passing and not any(self.src.shards(rank) for rank in self._in_source if rank not in holders)
         return Routes(holders, self._wanting, self.nodes, passing=passing)
 
     @cached_property

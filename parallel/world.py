@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.parallel.nodes import ONE_NODE, Nodes
+from hybridflow.parallel.outbox import Outbox
 from hybridflow.parallel.place import Place, launched_place
 from hybridflow.parallel.shared_count import SharedCount
 
@@ -28,6 +29,7 @@ class World:
 
     Attributes:
         nodes: which ranks share a node, the same on every rank.
+        outbox: of messages that nobody waits for where they are sent.
     """
 
     rank: int
@@ -36,6 +38,7 @@ class World:
     device: torch.device
     timeout: timedelta = timedelta(seconds=DEFAULT_TIMEOUT_S)
     nodes: Nodes = ONE_NODE
+    outbox: Outbox = field(default_factory=Outbox, repr=False)
     _groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict, repr=False)
     _num_counts: int = field(default=0, repr=False)
 

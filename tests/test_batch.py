@@ -2,13 +2,14 @@
 
 import torch
 
-from hybridflow.batch import Batch, move_rows, row_map
+from hybridflow.batch import Batch
 from hybridflow.context import ContextPart
 from hybridflow.micro_batch import MicroBatch, Sample, TokenColumns
 from hybridflow.models.attention import PackedCausal
 from hybridflow.packing import split_rows
 from hybridflow.parallel.plan import TransferPlan
 from hybridflow.parallel.world import World
+from hybridflow.row_moves import move_rows, row_map
 from tests.ranks import run_ranks
 
 LENGTHS = (3, 1, 0, 4, 2, 2, 5, 1, 1, 3)
@@ -58,7 +59,7 @@ def check_fetch(world: World) -> list[tuple[int, ...]]:
     assert rows.columns.advantages.tolist() == [t for row in wanted for t in responses[row]]
     assert [len(chunk.columns.advantages) for chunk in rows.runs((1, 1))] == [len(responses[row]) for row in wanted]
     computed = rows.columns.advantages * 2 if world.rank in (1, 2) else torch.empty(0)
-    back = batch.deliver(world, ((), (1, 2), (3, 0), ()), computed)
+    back = batch.deliver(world, ((), (1, 2), (3, 0), ()), computed).wait().squeeze(1)
     assert torch.equal(back, columns.advantages * 2)
 
 

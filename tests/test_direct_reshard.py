@@ -90,7 +90,7 @@ class Actor:
     def update(self, step: int, direct: bool, spoilt: bool = False) -> Update:
         factor = math.nan if spoilt else 1.0
 
-        def loss(output, columns) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(output, columns, rows) -> tuple[Tensor, dict[str, Tensor]]:
             term, sums = supervised_loss(output.log_probs, columns)
             return term * factor, sums
 

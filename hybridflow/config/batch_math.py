@@ -5,10 +5,20 @@ Pure arithmetic; nothing here decides how rows are dealt out (`data` and the eng
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridflow.config.command import Command
-from hybridflow.config.layouts import LEARNING, Role, generation_layout, layout_key, role_layout, used_roles
+from hybridflow.config.layouts import (
+    LEARNING,
+    Role,
+    generation_layout,
+    generation_ranks,
+    layout_key,
+    role_layout,
+    role_ranks,
+    used_roles,
+)
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config
 from hybridflow.packing import MicroBatching
@@ -140,12 +150,14 @@ def sft_line(config: Config, world_size: int) -> str:
 def layout_table(config: Config, world_size: int, command: Command = Command.TRAIN) -> str:
     """A line for each role: its degrees on `world_size` ranks, its micro-batches, and the key that says so."""
     answers = command is not Command.SFT or config.evaluation.every_steps is not None
-    rows = [("role", "tp", "cp", "pp", "dp", "sequence parallel", "at once", "set by")]
+    rows = [("role", "ranks", "tp", "cp", "pp", "dp", "sequence parallel", "at once", "set by")]
     for role in used_roles(config, command):
         layout = role_layout(config, role, world_size)
-        rows.append(_row(role.value, layout, _at_once(config, role, command), layout_key(config, role)))
+        rows.append(_row(role.value, role_ranks(config, role, world_size), layout, _at_once(config, role, command),
+                         layout_key(config, role)))
         if role is Role.ACTOR and answers:
-            rows.append(_row("actor, generating", generation_layout(config, world_size), "-", "generation.layout"))
+            rows.append(_row("actor, generating", generation_ranks(config, world_size),
+                             generation_layout(config, world_size), "-", "generation.layout"))
     return aligned(rows)
 
 
@@ -161,15 +173,22 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
+def ranges(ranks: Sequence[int]) -> str:
+    """Ascending ranks as a config has them. Example: ranges((0, 1, 2, 5)) == "0-2,5"."""
+    starts = [rank for place, rank in enumerate(ranks) if place == 0 or ranks[place - 1] != rank - 1]
+    ends = [rank for place, rank in enumerate(ranks) if place == len(ranks) - 1 or ranks[place + 1] != rank + 1]
+    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+
+
 def _at_most(of_some: bool) -> str:
     return "at most " if of_some else ""
 
 
-def _row(name: str, layout: LayoutConfig, at_once: str, key: str) -> tuple[str, ...]:
+def _row(name: str, ranks: Sequence[int], layout: LayoutConfig, at_once: str, key: str) -> tuple[str, ...]:
     chunks = f" x {layout.vpp} chunks" if layout.vpp > 1 else ""
     stages = f"{layout.pp}{chunks}" + (f" {layout.layers_per_stage}" if layout.layers_per_stage else "")
     split = "yes" if layout.sequence_parallel else "no"
-    return (name, str(layout.tp), str(layout.cp), stages, str(layout.dp), split, at_once, key)
+    return (name, ranges(ranks), str(layout.tp), str(layout.cp), stages, str(layout.dp), split, at_once, key)
 
 
 def _at_once(config: Config, role: Role, command: Command) -> str:

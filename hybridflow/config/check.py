@@ -6,11 +6,13 @@ Owns the order of the checks and nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault, require_none
 from hybridflow.config.files import missing_files
 from hybridflow.config.load import Source, Tree, read_tree, source_name, typed
+from hybridflow.config.model_schema import PlacementConfig
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import shape_faults
 from hybridflow.config.unread import unread_keys
@@ -44,7 +46,8 @@ def checked_tree(name: str, tree: Tree, faults: list[Fault], world_size: int, co
     reported = {fault.key for fault in found}
     found += [fault for fault in value_faults(config, world_size, command) if fault.key not in reported]
     require_none(name, found or shape_faults(config, world_size, command))
-    return config
+    # Other commands may be given the file of a run whose roles were placed; they have the whole world.
+    return config if command in (Command.TRAIN, Command.API) else replace(config, placement=PlacementConfig())
 
 
 def _overridden(named: Tree, faults: Iterable[Fault]) -> list[Fault]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 
 from hybridflow.config.batch_math import counted
@@ -16,9 +17,12 @@ from hybridflow.config.layouts import (
     Role,
     divisors,
     layout_key,
+    parsed_ranks,
     used_roles,
     written_generation_layout,
+    written_generation_ranks,
     written_layout,
+    written_ranks,
 )
 from hybridflow.config.model_schema import LayoutConfig, ModelSpec
 from hybridflow.config.schema import Config
@@ -34,13 +38,18 @@ def layout_faults(config: Config, world_size: int, command: Command) -> Iterator
     written = {layout_key(config, role): written_layout(config, role) for role in used}
     learning = {layout_key(config, role) for role in used if role in LEARNING}
     spec = config.model.spec if config.model.path is None else None  # an export's file may have its run's start
+    rooms: dict[tuple[str, int], Room] = {}
+    for role in used:
+        room = _room_of_role(config, role, world_size)
+        rooms.setdefault((layout_key(config, role), room.size), room)
+    for (key, _), room in rooms.items():
+        yield from _degrees_of(room, key, written[key])
     for key, layout in written.items():
-        yield from _degrees_of_world(key, layout, world_size)
         yield from _chunks(key, layout, config.train.schedule if key in learning else None, spec)
     if command is Command.EXPORT:  # it generates nothing
         return
     generating = written_generation_layout(config)
-    yield from _degrees_of_world("generation.layout", generating, world_size)
+    yield from _degrees_of(_room_of_generation(config, world_size), "generation.layout", generating)
     yield from _chunks("generation.layout", generating, None, spec)
 
 
@@ -60,19 +69,48 @@ def _most_layers(layout: LayoutConfig, num_layers: int) -> int:
     return max(layout.layers_per_stage or [ceil_div(num_layers, layout.pp * layout.vpp)])
 
 
-def _degrees_of_world(key: str, layout: LayoutConfig, world_size: int) -> Iterator[Fault]:
+@dataclass(frozen=True)
+class Room:
+    """Ranks that a layout is laid over. Example: `str(Room("world size", 8)) == "world size 8"`."""
+
+    name: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.size}"
+
+
+def _room_of_role(config: Config, role: Role, world_size: int) -> Room:
+    return _room(f"placement.{role.value}", written_ranks(config, role), world_size)
+
+
+def _room_of_generation(config: Config, world_size: int) -> Room:
+    name = "actor" if config.placement.generation is None else "generation"
+    return _room(f"placement.{name}", written_generation_ranks(config), world_size)
+
+
+def _room(key: str, written: str | None, world_size: int) -> Room:
+    """The world where nothing else is written; where that is wrong, and told by itself, as well."""
+    ranks = None if written is None else parsed_ranks(written)
+    if ranks is None or ranks[-1] >= world_size:
+        return Room("world size", world_size)
+    return Room(f"the number of ranks of {key},", len(ranks))
+
+
+def _degrees_of(room: Room, key: str, layout: LayoutConfig) -> Iterator[Fault]:
     dp, within = layout.dp, _degrees(layout)
-    if min(within.values()) < 1 or world_size % prod(within.values()):
-        yield _no_cut(key, within, world_size)
-    elif dp is not None and prod(within.values()) * dp != world_size:
-        left = world_size // prod(within.values())
-        yield Fault(f"{key}.dp", dp, f"{_written(within)} x dp {dp} is not the world size {world_size}",
-                    f"choose dp {left}, or null")
+    if min(within.values()) < 1 or room.size % prod(within.values()):
+        yield _no_cut(key, within, room)
+    elif dp is not None and prod(within.values()) * dp != room.size:
+        left = room.size // prod(within.values())
+        the = "the " if room.name == "world size" else ""
+        yield Fault(f"{key}.dp", dp, f"{_written(within)} x dp {dp} is not {the}{room}", f"choose dp {left}, or null")
 
 
-def _no_cut(key: str, within: dict[str, int], world_size: int) -> Fault:
-    """The world cannot be cut in tp x cp x pp: blame the degree that can be put right by itself."""
-    rule = f"world size {world_size} cannot be cut in {_written(within)}"
+def _no_cut(key: str, within: dict[str, int], room: Room) -> Fault:
+    """The ranks cannot be cut in tp x cp x pp: blame the degree that can be put right by itself."""
+    world_size = room.size
+    rule = f"{room} cannot be cut in {_written(within)}"
     for name in BLAMED:
         others = prod(degree for other, degree in within.items() if other != name)
         valid = [d for d in divisors(world_size) if others >= 1 and world_size % (d * others) == 0]

@@ -5,6 +5,7 @@ Pure arithmetic on the config; process groups are `parallel`'s. Layouts that do 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from enum import Enum
 
@@ -15,7 +16,7 @@ from hybridflow.config.words import AlgorithmName, KLWhere
 
 
 class Role(Enum):
-    """A model that takes part in a step. Every role has every rank, and they take turns."""
+    """A model that takes part in a step."""
 
     ACTOR = "actor"
     CRITIC = "critic"
@@ -23,6 +24,7 @@ class Role(Enum):
     REWARD = "reward"
 
 
+MOST_RANKS = 2**20  # of a world
 LEARNING = (Role.ACTOR, Role.CRITIC)  # the others only score
 
 
@@ -67,9 +69,55 @@ def written_layout(config: Config, role: Role) -> LayoutConfig:
 
 
 def role_layout(config: Config, role: Role, world_size: int) -> LayoutConfig:
-    """A role's layout on `world_size` ranks, dp filled in. Example: tp 2, pp 2 on 8 ranks has dp 2."""
+    """A role's layout on its ranks of `world_size`, dp filled in. Example: tp 2, pp 2 on 8 ranks has dp 2."""
     layout = written_layout(config, role)
-    return replace(layout, dp=world_size // ranks_of_replica(layout))
+    return replace(layout, dp=len(role_ranks(config, role, world_size)) // ranks_of_replica(layout))
+
+
+def role_ranks(config: Config, role: Role, world_size: int) -> tuple[int, ...]:
+    """The ranks of a role, ascending."""
+    return _ranks(written_ranks(config, role), world_size)
+
+
+def generation_ranks(config: Config, world_size: int) -> tuple[int, ...]:
+    """The ranks on which the actor generates, ascending."""
+    return _ranks(written_generation_ranks(config), world_size)
+
+
+def written_ranks(config: Config, role: Role) -> str | None:
+    """A role's ranks as written."""
+    return _written(vars(config.placement)[role.value])
+
+
+def written_generation_ranks(config: Config) -> str | None:
+    """The ranks on which the actor generates, as written for them or for the actor."""
+    placement = config.placement
+    return _written(placement.actor if placement.generation is None else placement.generation)
+
+
+def parsed_ranks(text: str) -> tuple[int, ...] | None:
+    """Ranks ascending, None where `text` does not name any in the form of the example, or one twice.
+
+    Example: `parsed_ranks("5-7,0") == (0, 5, 6, 7)`.
+    """
+    parts = [re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII) for part in text.split(",")]
+    if not all(parts):
+        return None
+    ends = [(int(part[1]), int(part[2] or part[1])) for part in parts]
+    if any(last < first or last >= MOST_RANKS for first, last in ends):
+        return None
+    ranks = [rank for first, last in ends for rank in range(first, last + 1)]
+    return tuple(sorted(ranks)) if len(set(ranks)) == len(ranks) else None
+
+
+def _written(ranks: int | str | None) -> str | None:
+    return None if ranks is None else str(ranks)
+
+
+def _ranks(text: str | None, world_size: int) -> tuple[int, ...]:
+    """Those of a checked config; of one that is not, what there is of them."""
+    ranks = range(world_size) if text is None else parsed_ranks(text) or ()
+    return tuple(rank for rank in ranks if rank < world_size)
 
 
 def ranks_of_replica(layout: LayoutConfig) -> int:
@@ -85,7 +133,7 @@ def token_multiple(layout: LayoutConfig) -> int:
 def generation_layout(config: Config, world_size: int) -> LayoutConfig:
     """The actor's layout while it generates: its own tp and pp, the rest replicas."""
     layout = written_generation_layout(config)
-    return replace(layout, dp=world_size // ranks_of_replica(layout))
+    return replace(layout, dp=len(generation_ranks(config, world_size)) // ranks_of_replica(layout))
 
 
 def written_generation_layout(config: Config) -> LayoutConfig:

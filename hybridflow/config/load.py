@@ -26,6 +26,8 @@ Tree = dict[str, Any]
 Block = TypeVar("Block")
 Source = str | Path | Mapping[str, Any]
 
+BASE = "base"  # in a file: another one, whose keys it changes
+
 
 def load_config(source: Source, overrides: Sequence[str] = ()) -> Config:
     """Read a config from a YAML file (or a nested mapping), with overrides such as "train.layout.tp=2" on top.
@@ -101,7 +103,8 @@ def _python(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def _read_yaml(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
+    """A file's keys on top of those of its base. `above`: the files of which this one is a base."""
     if not path.is_file():
         rule = "is a folder" if path.is_dir() else "no such file"
         raise ConfigError(str(path), [Fault("config", path, rule, "give the path of a YAML file")])
@@ -115,7 +118,14 @@ def _read_yaml(path: Path) -> DictConfig:
         raise ConfigError(str(path), [Fault("config", path, rule)]) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(str(path), [Fault("config", path, "holds a list, not keys")])
-    return tree
+    base = tree.pop(BASE, None)
+    if base is None:
+        return tree
+    files = (*above, path.resolve())
+    if not isinstance(base, str) or (path.parent / base).resolve() in files:
+        rule = "is a base of itself" if isinstance(base, str) else "is no path"
+        raise ConfigError(str(path), [Fault(BASE, base, rule, "name another YAML file, relative to this one")])
+    return OmegaConf.merge(_read_yaml(path.parent / base, files), tree)
 
 
 def _apply(tree: DictConfig, override: str) -> Fault | None:

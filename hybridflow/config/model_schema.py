@@ -31,6 +31,22 @@ class LayoutConfig:
 
 
 @dataclass(frozen=True)
+class PlacementConfig:
+    """Which ranks each role has, e.g. 0-3 or 0,2,5-7. Roles with the same ranks take turns, others overlap."""
+
+    actor: int | str | None = None
+    """Ranks on which the actor trains. null: all."""
+    generation: int | str | None = None
+    """Ranks on which the actor generates. null: those on which it trains."""
+    critic: int | str | None = None
+    """Ranks of the critic. null: all."""
+    reference: int | str | None = None
+    """Ranks of the reference. null: all."""
+    reward: int | str | None = None
+    """Ranks of the reward model. null: all."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The shape of a model that starts from random weights."""
 

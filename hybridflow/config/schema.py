@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridflow.config.model_schema import LayoutConfig, ModelsConfig
+from hybridflow.config.model_schema import LayoutConfig, ModelsConfig, PlacementConfig
 from hybridflow.config.words import (
     AlgorithmName,
     DataSource,
@@ -368,6 +368,8 @@ class Config:
     """The models."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Training."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """Ranks of the roles."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Rollouts."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

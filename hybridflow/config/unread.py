@@ -34,7 +34,7 @@ def _judged_otherwise(config: Config) -> bool:
 
 LEARNING = ("algorithm.name", "algorithm.gamma", "algorithm.lam", "algorithm.clip", "algorithm.value_clip",
             "algorithm.value_loss_coef", "algorithm.entropy_coef", "algorithm.kl", "algorithm.normalise_advantages",
-            "algorithm.grpo_std_normalise", "model.critic", "model.reference", "train.total_steps",
+            "algorithm.grpo_std_normalise", "model.critic", "model.reference", "placement", "train.total_steps",
             "train.epochs_per_rollout", "train.critic_optimizer", "data.prompts_per_step")
 TRAINING = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
             "train.forward_micro_batch_size", "train.micro_batch_tokens", "train.forward_micro_batch_tokens",

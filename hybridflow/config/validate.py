@@ -25,6 +25,7 @@ from hybridflow.config.layouts import (
     written_layout,
 )
 from hybridflow.config.model_schema import ModelSpec
+from hybridflow.config.placement_rules import placement_faults
 from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
 from hybridflow.config.words import (
@@ -51,6 +52,8 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
     """
     wrong, uncut = list(out_of_bounds(config)), list(layout_faults(config, world_size, command))
     faults = [*wrong, *_models(config, command), *uncut]
+    if command in (Command.TRAIN, Command.API):
+        faults += placement_faults(config, world_size)
     if command in TRAINING and not wrong:  # the batch numbers divide by these
         faults += _batches(config, command, None if uncut else world_size)
         faults += [] if uncut else _recompute(config, command)

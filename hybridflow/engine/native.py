@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybridflow.engine.blueprint import Blueprint
 from hybridflow.engine.options import EngineOptions, TrainOptions
 from hybridflow.kernels.native_ops import set_threads
 from hybridflow.micro_batch import MicroBatch, TokenColumns
@@ -24,11 +25,10 @@ from hybridflow.models.decoder import DecoderStage, HeadOutput
 from hybridflow.models.hf_import import load_hf
 from hybridflow.models.init import init_weights
 from hybridflow.models.layout import chunk_layers
-from hybridflow.models.weights import decoder_shard_map
 from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.gradients import MainGrads
 from hybridflow.parallel.loss_scale import LossScale
-from hybridflow.parallel.mesh import Mesh, everyone
+from hybridflow.parallel.mesh import Mesh
 from hybridflow.parallel.offload import HostCopy
 from hybridflow.parallel.optimizer import LrSchedule, ShardedAdamW, StepInfo
 from hybridflow.parallel.optimizer_state import AdamWSettings
@@ -40,6 +40,7 @@ from hybridflow.parallel.schedules.chunks import Chunks
 from hybridflow.parallel.schedules.messages import with_messages
 from hybridflow.parallel.schedules.training import build
 from hybridflow.parallel.weight_grads import WeightGrads
+from hybridflow.parallel.world import World
 from hybridflow.target_rows import TargetRows
 
 # What the last chunk gives for its targets: log-probs and entropy; or values or scores `[targets]`.
@@ -80,8 +81,8 @@ class ForwardEngine:
         self.model, self.mesh, self.head, self.options = model, mesh, head, options
         if options.batch_invariant:
             set_threads(torch.get_num_threads())
-        self.chunks = Chunks(mesh.layout.pp) if options.chunks is None else options.chunks
-        self.shard_map = decoder_shard_map(model, mesh.grid, head, self.chunks, options.layers_per_chunk)
+        self.blueprint = Blueprint(model, mesh.grid, head, options)
+        self.chunks, self.shard_map = self.blueprint.chunks, self.blueprint.shard_map
         self.stage = DecoderStage(
             model, mesh, head, chunks=self.chunks,
             chunk_layers=chunk_layers(model.num_layers, self.chunks, options.layers_per_chunk),
@@ -101,19 +102,13 @@ class ForwardEngine:
         return {name: param.data for name, param in self.stage.named_parameters()}
 
     @property
-    def token_multiple(self) -> int:
-        """What the tokens of a micro-batch on one context rank must be a multiple of."""
-        return self.mesh.tp.size if self.options.sequence_parallel else 1
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether a prompt that several rows of a micro-batch have is computed once for all of them."""
-        return self.options.share_prompts and self.mesh.cp.size == 1 and not self.options.batch_invariant
+    def world(self) -> World:
+        return self.mesh.world
 
     @property
     def has_head(self) -> bool:
         """Whether this rank's stage has the last chunk."""
-        return self.mesh.coord.pp == self.chunks.head_stage
+        return self.blueprint.has_head(self.world.rank)
 
     @property
     def answers(self) -> bool:
@@ -176,6 +171,7 @@ class TrainEngine(ForwardEngine):
 
     Attributes:
         version: counts optimizer steps that changed the weights; whoever copies the weights keeps the number.
+        num_updates: counts all optimizer steps, skipped ones too; ranks that do not have the engine know it as well.
     """
 
     def __init__(self, model: ModelConfig, mesh: Mesh, head: Head, options: EngineOptions, *,
@@ -187,7 +183,7 @@ class TrainEngine(ForwardEngine):
         scale = LossScale(train.loss_scale, train.loss_scale_window) if options.dtype is torch.float16 else None
         self.optimizer = ShardedAdamW(self.grads, mesh.model, adamw, lr, offload=train.offload_optimizer,
                                       loss_scale=scale, max_skips=train.max_nonfinite_steps)
-        self.version = 0
+        self.version = self.num_updates = 0
         self._schedule = lru_cache(KNOWN_SCHEDULES)(partial(
             _training, train.schedule, self.chunks, mesh.coord.pp, self.grads.bucket_chunks))
 
@@ -233,6 +229,7 @@ class TrainEngine(ForwardEngine):
         take = self.optimizer.step if reshard is None else self.optimizer.begin
         info = self.optimizer.skip() if skip else take()
         self.version += not info.skipped
+        self.num_updates += 1
         return info
 
     def _make_host_copy(self) -> HostCopy:
@@ -248,12 +245,14 @@ class TrainEngine(ForwardEngine):
         return tuple(loss(output, like.columns.select(index), TargetRows(index, 0))[1])
 
     def _add_up(self, terms: list[dict[str, Tensor]], names: tuple[str, ...]) -> dict[str, float]:
-        """Sums over micro-batches, replicas and parts of the context, from one tensor rank each with the head."""
+        """Sums over micro-batches, replicas and parts of the context, from one tensor rank each with the head; the same
+        on all ranks of the engine.
+        """
         table = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.device)
         if self.has_head and self.mesh.tp.index == 0:
             for sums in terms:
                 table += torch.stack([sums[name].detach().double() for name in names])
-        return dict(zip(names, all_reduce(table, everyone(self.mesh.world)).tolist(), strict=True))
+        return dict(zip(names, all_reduce(table, self.mesh.members).tolist(), strict=True))
 
 
 def _forwards(chunks: Chunks, num_micro_batches: int) -> Schedule:

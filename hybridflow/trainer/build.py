@@ -15,10 +15,11 @@ from hybridflow.algorithms.losses import Clip
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.algorithms.reduction import LossReduction
 from hybridflow.config.batch_math import BatchMath, scored_at_once, trained_at_once
-from hybridflow.config.layouts import Role, generation_layout, role_layout
+from hybridflow.config.layouts import Role, generation_layout, generation_ranks, role_layout, role_ranks, roles
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.schema import Config, OptimizerConfig
 from hybridflow.config.words import AlgorithmName, EngineName, KLWhere
+from hybridflow.engine.blueprint import Blueprint, Elsewhere
 from hybridflow.engine.native import ForwardEngine, TrainEngine
 from hybridflow.engine.options import EngineOptions
 from hybridflow.generation.engine import Generator
@@ -26,7 +27,7 @@ from hybridflow.generation.engines.interface import GenerationEngine
 from hybridflow.generation.limits import GenerationLimits
 from hybridflow.generation.records import SamplingParams
 from hybridflow.generation.runners import make_runner
-from hybridflow.generation.weight_home import WeightHome
+from hybridflow.generation.weight_home import WeightHome, WeightMode
 from hybridflow.generation.work_source import Balance
 from hybridflow.hybrid_engine import HybridEngine, MakeEngine, generation_grid, generation_stage, own_engine
 from hybridflow.models.config import Head, ModelConfig
@@ -34,7 +35,7 @@ from hybridflow.models.hf_import import load_hf
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.observe.trace import Lane, Trace, TraceCategory
 from hybridflow.parallel.comm_hook import CommHook
-from hybridflow.parallel.mesh import Mesh
+from hybridflow.parallel.mesh import Mesh, Outside, mesh_of
 from hybridflow.parallel.optimizer import Decay, LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.world import World
@@ -86,7 +87,8 @@ class Builder:
 
     def generator(self) -> tuple[GenerationEngine, Mesh]:
         """The actor's folder loaded straight into the generation layout, for answering alone."""
-        model, mesh = self.inputs.model, self._mesh(generation_layout(self.config, self.world.size))
+        model = self.inputs.model
+        mesh = Mesh(grid_of(generation_layout(self.config, self.world.size)), self.world)
         if self.config.generation.engine is EngineName.VLLM:
             return self._loaded_vllm(model, mesh), mesh
         layers = self.config.generation.layout.layers_per_stage
@@ -100,22 +102,31 @@ class Builder:
         return generator, mesh
 
     def hybrid(self, actor: TrainedRole) -> HybridEngine:
-        """The actor's generator, on the ranks that have to receive least."""
-        wanted, engine = generation_layout(self.config, self.world.size), actor.engine
-        grid = generation_grid(engine.shard_map, engine.mesh.grid, engine.model, grid_of(wanted).layout,
-                               self.world.nodes, within_node=self.config.generation.layout.within_node,
-                               layers_per_stage=wanted.layers_per_stage)
-        return HybridEngine(actor.trainer, Mesh(grid, self.world), self._make_engine(),
-                            bucket_bytes=self.config.generation.reshard_bucket_mb * MIB,
-                            check=ReshardCheck(self.config.generation.reshard_check.value))
+        """The actor's generator; among the actor's own ranks, each sits where it has to receive least."""
+        config, ranks, train = self.config, generation_ranks(self.config, self.world.size), actor.blueprint
+        wanted, apart = generation_layout(config, self.world.size), set(ranks) != set(train.grid.ranks)
+        layers = wanted.layers_per_stage
+        grid = grid_of(wanted, ranks) if apart else generation_grid(
+            train.shard_map, train.grid, train.model, grid_of(wanted, ranks).layout, self.world.nodes,
+            within_node=config.generation.layout.within_node, layers_per_stage=layers)
+        return HybridEngine(actor.trainer, mesh_of(grid, self.world), self._make_engine(apart),
+                            bucket_bytes=config.generation.reshard_bucket_mb * MIB,
+                            check=ReshardCheck(config.generation.reshard_check.value),
+                            home_map=decoder_shard_map(train.model, grid, Head.LANGUAGE_MODEL, None, layers))
 
-    def _make_engine(self) -> MakeEngine:
-        """What makes the engine of generation.engine."""
+    def _make_engine(self, apart: bool) -> MakeEngine:
+        """What makes the engine of generation.engine; `apart`: on other ranks than train the actor."""
         if self.config.generation.engine is EngineName.VLLM:
             return lambda train, mesh: self._vllm(train.model, mesh)
-        return partial(own_engine, limits=self._limits, decode=self.inputs.tokenizer.decode,
-                       weights=weight_mode(self.config, self.dtype, self.world.device),
+        mode = WeightMode.PACKED if apart else weight_mode(self.config, self.dtype, self.world.device)
+        return partial(own_engine, limits=self._limits, decode=self.inputs.tokenizer.decode, weights=mode,
                        layers_per_stage=self.config.generation.layout.layers_per_stage)
+
+    @property
+    def generates_alone(self) -> bool:
+        """Whether the ranks that generate have no other role, and may keep the weights."""
+        others = {rank for role in roles(self.config) for rank in role_ranks(self.config, role, self.world.size)}
+        return not others.intersection(generation_ranks(self.config, self.world.size))
 
     def _loaded_vllm(self, model: ModelConfig, mesh: Mesh) -> GenerationEngine:
         home, engine = self._vllm(model, mesh)
@@ -182,20 +193,32 @@ class Builder:
         model = self._model(path)
         adamw = AdamWSettings(tuple(optimizer.betas), optimizer.eps, optimizer.weight_decay, optimizer.clip_grad_norm)
         lr = LrSchedule(optimizer.lr, optimizer.warmup_steps, updates, Decay(optimizer.decay.value), optimizer.min_lr)
-        layout = role_layout(self.config, role, self.world.size)
-        options = self._options(layout, head, temperature)
-        engine = TrainEngine(model, self._mesh(layout), head, options, adamw=adamw, lr=lr,
-                             train=train_options(self.config, self.comm_hook))
-        self._start(engine, path)
+        blueprint, mesh = self._blueprint(role, model, head, temperature)
+        if isinstance(mesh, Outside):
+            engine = Elsewhere(blueprint, mesh)
+        else:
+            engine = TrainEngine(model, mesh, head, blueprint.options, adamw=adamw, lr=lr,
+                                 train=train_options(self.config, self.comm_hook))
+            self._start(engine, path)
         return TrainedRole(engine, scored_at_once(self.config), trained_at_once(self.config), self.reduction(),
                            self._lane)
 
     def _scoring(self, role: Role, head: Head, path: str | None, temperature: float = 1.0) -> ScoringRole:
-        layout = role_layout(self.config, role, self.world.size)
-        options = self._options(layout, head, temperature)
-        engine = ForwardEngine(self._model(path), self._mesh(layout), head, options)
-        self._start(engine, path)
+        model = self._model(path)
+        blueprint, mesh = self._blueprint(role, model, head, temperature)
+        if isinstance(mesh, Outside):
+            engine = Elsewhere(blueprint, mesh)
+        else:
+            engine = ForwardEngine(model, mesh, head, blueprint.options)
+            self._start(engine, path)
         return ScoringRole(engine, scored_at_once(self.config), self._lane)
+
+    def _blueprint(self, role: Role, model: ModelConfig, head: Head,
+                   temperature: float) -> tuple[Blueprint, Mesh | Outside]:
+        """What all ranks know of a role's engine, and this rank's place in it. Collective."""
+        layout = role_layout(self.config, role, self.world.size)
+        grid = grid_of(layout, role_ranks(self.config, role, self.world.size))
+        return Blueprint(model, grid, head, self._options(layout, head, temperature)), mesh_of(grid, self.world)
 
     def _options(self, layout: LayoutConfig, head: Head, temperature: float) -> EngineOptions:
         """The log-probs of a language model have the generator's bits where that is asked for; nobody compares values.
@@ -212,9 +235,6 @@ class Builder:
         else:
             engine.load(path, self.seed)
         engine.end_turn()
-
-    def _mesh(self, layout: LayoutConfig) -> Mesh:
-        return Mesh(grid_of(layout), self.world)
 
     @property
     def _limits(self) -> GenerationLimits:

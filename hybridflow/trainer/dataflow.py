@@ -18,18 +18,31 @@ from hybridflow.algorithms.losses import finish_metrics
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.batch import Batch
 from hybridflow.data.loader import TokenisedPrompt
+from hybridflow.engine.blueprint import Elsewhere
 from hybridflow.engine.native import Output, Update
 from hybridflow.generation.records import SamplingParams
 from hybridflow.micro_batch import TokenColumns
 from hybridflow.models.decoder import HeadOutput
 from hybridflow.observe.phases import Phase, PhaseTimer
 from hybridflow.parallel.collectives import all_reduce
-from hybridflow.parallel.mesh import everyone
 from hybridflow.parallel.world import World
 from hybridflow.target_rows import TargetRows
-from hybridflow.trainer.advantage import Advantages, Metrics
-from hybridflow.trainer.roles import ScoringRole, TrainedRole, sum_over_world
+from hybridflow.trainer.advantage import Advantages
+from hybridflow.trainer.board import Board, Metrics
+from hybridflow.trainer.roles import Lesson, ScoringRole, TrainedRole
 from hybridflow.trainer.rollout import Sampler
+
+
+class Judgement(Protocol):
+    """Rows that have been handed to whoever scores them. `work` and `result` follow in this order on every rank."""
+
+    def work(self) -> None:
+        """This rank's part of it."""
+        ...
+
+    def result(self) -> tuple[Tensor, Metrics]:
+        """Scores `[rows]` fp64, equal on every rank, NaN where the reward failed; and metrics. Collective."""
+        ...
 
 
 class RewardSource(Protocol):
@@ -43,11 +56,8 @@ class RewardSource(Protocol):
     right_score: float | None
     last_fault: str | None
 
-    def score(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Tensor, Metrics]:
-        """Scores `[rows]` fp64, equal on every rank, NaN where the reward failed; and metrics. Collective.
-
-        Row i answers `prompts[batch.groups[i]]`.
-        """
+    def ask(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> Judgement:
+        """Hand the rows out: row i answers `prompts[batch.groups[i]]`. Every rank calls it, and none waits here."""
         ...
 
     def close(self) -> None:
@@ -77,7 +87,11 @@ class StepPlan:
 
 
 class Dataflow:
-    """The step of PPO and GRPO: they differ in `advantages` and in whether there is a critic."""
+    """The step of PPO and GRPO: they differ in `advantages` and in whether there is a critic.
+
+    Which ranks a role has is not to be seen here. Rows leave for every role before any role works, and lessons for all
+    updates before the first one: roles with the same ranks then take turns, others work at the same time.
+    """
 
     def __init__(self, roles: Roles, advantages: Advantages, actor_loss: ActorObjective, critic_loss: CriticObjective,
                  plan: StepPlan, timer: PhaseTimer) -> None:
@@ -88,75 +102,85 @@ class Dataflow:
     def world(self) -> World:
         return self.roles.actor.world
 
-    def step(self, prompts: Sequence[TokenisedPrompt]) -> tuple[Batch, Metrics]:
+    def step(self, prompts: Sequence[TokenisedPrompt]) -> tuple[Batch, Board]:
         """Learn from fresh answers to `prompts` (the same on every rank). Collective."""
+        board = Board()
         with self.timer.step():
-            batch, metrics = self.generate(prompts)
-            batch, scored = self.reward(batch, prompts)
-            batch = self.score(batch)
+            batch = self.generate(prompts, board)
+            batch = self.judge(batch, prompts, board)
             batch, estimated = self.advantages(batch, self.world)
-            learned = self.learn(batch)
-        return batch, metrics | scored | estimated | learned
+            board.said |= estimated
+            self.learn(batch, board)
+            self.world.outbox.finish()
+        return batch, board
 
-    def generate(self, prompts: Sequence[TokenisedPrompt]) -> tuple[Batch, Metrics]:
+    def generate(self, prompts: Sequence[TokenisedPrompt], board: Board) -> Batch:
         """Reshard the actor and let it answer."""
         rollout = self.roles.sampler.sample(prompts, self.plan.sampling, self.plan.samples_per_prompt)
-        return rollout.batch, rollout.metrics() | self.roles.sampler.reshard_metrics()
+        board.said |= rollout.metrics()
+        self.roles.sampler.tell_reshard(board)
+        return rollout.batch
 
-    def reward(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Batch, Metrics]:
-        """Score every row."""
-        with self.timer.phase(Phase.REWARD):
-            scores, metrics = self.roles.rewards.score(batch, prompts)
-        return replace(batch, scores=scores), metrics | score_moments(scores)
-
-    def score(self, batch: Batch) -> Batch:
-        """Reference log-probs, old log-probs and values, each where the algorithm needs it."""
+    def judge(self, batch: Batch, prompts: Sequence[TokenisedPrompt], board: Board) -> Batch:
+        """Scores, and reference log-probs, old log-probs and values, each where the algorithm needs it."""
         roles = self.roles
+        scores, asked = roles.rewards.ask(batch, prompts), {}
         if roles.reference is not None:
-            with self.timer.phase(Phase.REFERENCE):
-                batch = batch.with_columns(ref_log_probs=roles.reference.answer_tokens(batch))
+            asked["ref_log_probs"] = Phase.REFERENCE, roles.reference.ask_tokens(batch)
         if len(self.update_rows(batch)) > 1:  # else old is the policy itself: ratio exactly 1, and no pass needed
-            with self.timer.phase(Phase.LOG_PROBS):
-                batch = batch.with_columns(old_log_probs=roles.actor.answer_tokens(batch))
+            asked["old_log_probs"] = Phase.LOG_PROBS, roles.actor.ask_tokens(batch)
         if roles.critic is not None:
-            with self.timer.phase(Phase.VALUES):
-                batch = batch.with_columns(old_values=roles.critic.answer_tokens(batch))
-        return batch
+            asked["old_values"] = Phase.VALUES, roles.critic.ask_tokens(batch)
+        with self.timer.phase(Phase.REWARD):
+            scores.work()
+        for phase, answers in asked.values():
+            with self.timer.phase(phase):
+                answers.work()
+        batch = batch.with_columns(**{name: answers.result() for name, (_, answers) in asked.items()})
+        with self.timer.phase(Phase.REWARD):
+            row_scores, metrics = scores.result()
+        board.said |= metrics | score_moments(row_scores)
+        return replace(batch, scores=row_scores)
 
-    def learn(self, batch: Batch) -> Metrics:
+    def learn(self, batch: Batch, board: Board) -> None:
         """Every optimizer step of the critic, then of the actor, on this batch. The last one sends the new weights on
-        to the generator.
+        to the generator, where it has the actor's ranks.
         """
-        critic_updates = []
-        if self.roles.critic is not None:
-            with self.timer.phase(Phase.UPDATE_CRITIC), self.roles.critic.engine.on_device():
-                critic_updates = [self.roles.critic.update(batch, rows, self._critic_loss)
-                                  for rows in self.update_rows(batch)]
-        with self.timer.phase(Phase.UPDATE_ACTOR), self.roles.actor.engine.on_device():
-            actor_updates, gap = self._learn_actor(batch)
-        return (policy_metrics(actor_updates) | critic_metrics(critic_updates) | self._train_metrics()
-                | {"policy/log_prob_gap_max": gap})
+        actor, critic, cuts = self.roles.actor, self.roles.critic, self.update_rows(batch)
+        for_critic = [] if critic is None else [critic.prepare(batch, rows) for rows in cuts]
+        for_actor = [actor.prepare(batch, rows) for rows in cuts]
+        if critic is not None:
+            with self.timer.phase(Phase.UPDATE_CRITIC), critic.turn():
+                updates = [critic.take(lesson, self._critic_loss) for lesson in for_critic]
+            self._tell(board, "critic", critic, critic_metrics(present(updates)))
+        with self.timer.phase(Phase.UPDATE_ACTOR), actor.turn():
+            metrics = self._learn_actor(for_actor)
+        self._tell(board, "policy", actor, metrics)
 
-    def _learn_actor(self, batch: Batch) -> tuple[list[Update], float]:
-        """The updates, and the largest gap between the log-probs of generator and actor before the first of them."""
-        updates, losses, cuts = [], [], self.update_rows(batch)
-        for number, rows in enumerate(cuts, start=1):
+    def _learn_actor(self, lessons: Sequence[Lesson]) -> Metrics:
+        """The metrics, with the largest gap between the log-probs of generator and actor before the first update."""
+        roles, updates, losses = self.roles, [], []
+        for number, lesson in enumerate(lessons, start=1):
             losses.append(_ActorLoss(self.actor_loss, self.world.device))
-            reshard = self.roles.sampler if number == len(cuts) else None
-            updates.append(self.roles.actor.update(batch, rows, losses[-1], reshard))
-        return updates, all_reduce(losses[0].largest_gap, everyone(self.world), dist.ReduceOp.MAX).item()
+            ends = number == len(lessons) and roles.sampler.hybrid.ends_updates
+            updates.append(roles.actor.take(lesson, losses[-1], roles.sampler if ends else None))
+        if roles.actor.engine is None:
+            return {}
+        gap = all_reduce(losses[0].largest_gap, roles.actor.engine.mesh.members, dist.ReduceOp.MAX).item()
+        return policy_metrics(present(updates)) | {"policy/log_prob_gap_max": gap}
 
-    def _train_metrics(self) -> Metrics:
-        """Skipped steps and reduced bytes since the start, over the roles that learn; and their loss scales (fp16)."""
-        engines = {"policy": self.roles.actor.trainer}
-        if self.roles.critic is not None:
-            engines["critic"] = self.roles.critic.trainer
-        reduced = sum(engine.grads.reduced_bytes for engine in engines.values())
-        everywhere = sum_over_world(torch.tensor(reduced, dtype=torch.int64, device=self.world.device), self.world)
-        scales = {f"{name}/loss_scale": engine.optimizer.scale for name, engine in engines.items()
-                  if engine.optimizer.loss_scale is not None}
-        return scales | {"train/reduced_bytes": float(everywhere),
-                         "train/skipped_steps": float(sum(e.optimizer.num_skipped for e in engines.values()))}
+    def _tell(self, board: Board, name: str, role: TrainedRole, metrics: Metrics) -> None:
+        """What a role has learned; skipped steps and reduced bytes since the start, and its loss scale (fp16)."""
+        engine = role.trainer
+        if isinstance(engine, Elsewhere):
+            return
+        board.said |= metrics
+        if engine.optimizer.loss_scale is not None:
+            board.said[f"{name}/loss_scale"] = engine.optimizer.scale
+        speaks = self.world.rank == role.blueprint.speaker
+        for total, part in (("train/reduced_bytes", engine.grads.reduced_bytes),
+                            ("train/skipped_steps", engine.optimizer.num_skipped if speaks else 0)):
+            board.summed[total] = board.summed.get(total, 0.0) + float(part)
 
     def update_rows(self, batch: Batch) -> list[range]:
         """The rows of each optimizer step; the last of an epoch may be short."""
@@ -167,6 +191,18 @@ class Dataflow:
     def _critic_loss(self, output: Output, columns: TokenColumns, rows: TargetRows) -> tuple[Tensor, dict[str, Tensor]]:
         assert isinstance(output, Tensor)
         return self.critic_loss(output, columns)
+
+
+def judged(rewards: RewardSource, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Tensor, Metrics]:
+    """What `Judgement.result` gives, at once. Collective."""
+    judgement = rewards.ask(batch, prompts)
+    judgement.work()
+    return judgement.result()
+
+
+def present(updates: Sequence[Update | None]) -> list[Update]:
+    """The updates that this rank took part in."""
+    return [update for update in updates if update is not None]
 
 
 class _ActorLoss:

@@ -5,6 +5,8 @@ Pure translation of config words into enums and dtypes of other packages; `build
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hybridflow.config.model_schema import LayoutConfig
@@ -25,10 +27,10 @@ WIRE_DTYPES = {ReduceDtype.FP32: None, ReduceDtype.BF16: torch.bfloat16}  # None
 MIB = 2**20
 
 
-def grid_of(layout: LayoutConfig) -> Grid:
-    """The ranks of a layout whose dp is filled in."""
+def grid_of(layout: LayoutConfig, ranks: Sequence[int] | None = None) -> Grid:
+    """A layout whose dp is filled in, on these ranks; None for those of a world of its size."""
     assert layout.dp is not None, "filled in by role_layout"
-    return Grid.of(Layout(layout.tp, layout.pp, layout.dp, layout.cp))
+    return Grid.of(Layout(layout.tp, layout.pp, layout.dp, layout.cp), ranks)
 
 
 def chunks_of(config: Config, layout: LayoutConfig) -> Chunks:

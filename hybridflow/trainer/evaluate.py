@@ -8,7 +8,7 @@ from dataclasses import replace
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.records import SamplingParams
 from hybridflow.observe.phases import Phase
-from hybridflow.trainer.dataflow import RewardSource
+from hybridflow.trainer.dataflow import RewardSource, judged
 from hybridflow.trainer.rollout import Sampler
 
 
@@ -29,7 +29,7 @@ class Evaluator:
             return {}
         with self.sampler.timer.phase(Phase.EVALUATE):
             rollout = self.sampler.sample(self.prompts, self.greedy, 1)
-            scores, _ = self.rewards.score(rollout.batch, self.prompts)
+            scores, _ = judged(self.rewards, rollout.batch, self.prompts)
         known = scores[~scores.isnan()]
         metrics = {"eval/faults": float(len(scores) - len(known))}
         if not len(known):

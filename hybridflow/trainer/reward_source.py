@@ -21,7 +21,7 @@ from hybridflow.parallel.world import World
 from hybridflow.response_text import ResponseEnds, answer_text
 from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.records import FaultKind, RewardRequest, RewardResult
-from hybridflow.trainer.roles import ScoringRole, sum_over_world
+from hybridflow.trainer.roles import RowScores, ScoringRole, sum_over_world
 
 
 class FunctionRewards:
@@ -38,27 +38,20 @@ class FunctionRewards:
         self.function, self.tokenizer, self.ends, self.world = function, tokenizer, ends, world
         self.last_fault: str | None = None
 
-    def score(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Tensor, dict[str, float]]:
-        """Scores `[rows]` fp64 on every rank, NaN where the function failed; its faults and extras as metrics."""
-        mine = list(batch.home[self.world.rank])
-        requests = [self._request(prompts[batch.groups[row]], sample.response)
-                    for row, sample in zip(mine, batch.samples)]
-        result = self.function.score(requests)
-        table = torch.zeros(batch.num_rows, dtype=torch.float64)
-        table[mine] = result.scores
-        scores = sum_over_world(table.to(self.world.device), self.world)
-        return scores, self._tell(result, requests)
+    def ask(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> FunctionJudgement:
+        """Have every row judged by the function; its faults and extras are metrics."""
+        return FunctionJudgement(self, batch, prompts)
 
     def close(self) -> None:
         """End the function's workers."""
         self.function.close()
 
-    def _request(self, prompt: TokenisedPrompt, response: Sequence[int]) -> RewardRequest:
+    def request(self, prompt: TokenisedPrompt, response: Sequence[int]) -> RewardRequest:
         record = prompt.record
         return RewardRequest(record.data_source, answer_text(self.tokenizer, response, self.ends),
                              record.ground_truth, record.extra_info, record.entry)
 
-    def _tell(self, result: RewardResult, requests: Sequence[RewardRequest]) -> dict[str, float]:
+    def tell(self, result: RewardResult, requests: Sequence[RewardRequest]) -> dict[str, float]:
         """The metrics of all ranks' rows, and the first rank's sentence on faults into `last_fault`."""
         faults = {kind.value: result.faults[kind] for kind in FaultKind}
         told = share_json(self.world, [faults, result.fault_sentence(requests), _numbers(result)])
@@ -74,6 +67,27 @@ class FunctionRewards:
         return metrics | {f"reward/extra_{name}": sum(values) / len(values) for name, values in extras.items()}
 
 
+class FunctionJudgement:
+    """Rows at home here, to be judged by the function of `source`."""
+
+    def __init__(self, source: FunctionRewards, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> None:
+        self._source, self._num_rows = source, batch.num_rows
+        self._mine = list(batch.home[source.world.rank])
+        self._requests = [source.request(prompts[batch.groups[row]], sample.response)
+                          for row, sample in zip(self._mine, batch.samples)]
+        self._result = RewardResult.of([])
+
+    def work(self) -> None:
+        """Judge them."""
+        self._result = self._source.function.score(self._requests)
+
+    def result(self) -> tuple[Tensor, dict[str, float]]:
+        """Scores of all rows, and metrics. Collective over the world."""
+        world, table = self._source.world, torch.zeros(self._num_rows, dtype=torch.float64)
+        table[self._mine] = self._result.scores
+        return sum_over_world(table.to(world.device), world), self._source.tell(self._result, self._requests)
+
+
 class ModelRewards:
     """A sequence classifier scores every row at its last token. It has no faults to tell: `last_fault` is None."""
 
@@ -83,12 +97,27 @@ class ModelRewards:
     def __init__(self, role: ScoringRole) -> None:
         self.role = role
 
-    def score(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Tensor, dict[str, float]]:
-        """Scores `[rows]` fp64 on every rank."""
-        return self.role.score_rows(batch), {}
+    def ask(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> ModelJudgement:
+        """Have every row judged by the model."""
+        return ModelJudgement(self.role.ask_rows(batch))
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+class ModelJudgement:
+    """Rows on their way to a reward model."""
+
+    def __init__(self, asked: RowScores) -> None:
+        self._asked = asked
+
+    def work(self) -> None:
+        """Let the model score them."""
+        self._asked.work()
+
+    def result(self) -> tuple[Tensor, dict[str, float]]:
+        """Scores of all rows. Collective over the world."""
+        return self._asked.result(), {}
 
 
 def _numbers(result: RewardResult) -> dict[str, list[float]]:

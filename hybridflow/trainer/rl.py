@@ -56,8 +56,8 @@ class RLTrainer:
         actor = builder.actor(updates, self.config.generation.temperature)
         return Roles(
             actor,
-            Sampler(builder.hybrid(actor), self.config.train.seed, self.timer, self.trace.lane(TraceCategory.RESHARD),
-                    builder.balance),
+            Sampler(actor, builder.hybrid(actor), self.config.train.seed, self.timer,
+                    self.trace.lane(TraceCategory.RESHARD), builder.balance, keeps_weights=builder.generates_alone),
             builder.rewards(),
             critic=builder.critic(updates) if Role.CRITIC in wanted else None,
             reference=builder.reference() if Role.REFERENCE in wanted else None,
@@ -70,8 +70,9 @@ class RLTrainer:
     def step(self, prompts: Sequence[TokenisedPrompt]) -> Metrics:
         """One step on `prompts`, the same on every rank; metrics by name, the same on every rank but for times."""
         self.prompts = prompts
-        self.batch, metrics = self.dataflow.step(prompts)
-        metrics |= self.timer.take()
+        self.batch, board = self.dataflow.step(prompts)
+        board.largest |= self.timer.take()
+        metrics = board.shared(self.world)
         seconds = metrics["time/step"]
         return metrics | {"perf/tokens_per_second": self.batch.num_tokens / seconds,
                           "perf/samples_per_second": self.batch.num_rows / seconds}

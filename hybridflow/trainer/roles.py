@@ -1,20 +1,23 @@
 """Roles: an engine on its mesh, fed with rows of a batch.
 
 A role cuts rows over its replicas and micro-batches, runs them, and brings the answers home. It knows engines and
-batches, and no algorithm: what to minimise is handed in.
+batches, and no algorithm: what to minimise is handed in. Every rank makes the same calls; those that are not among the
+role's only send and receive what is theirs of the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridflow.algorithms.reduction import GlobalCounts, LossReduction, loss_weights
-from hybridflow.batch import Batch, Rows, RowsOfRank
+from hybridflow.batch import Batch, Rows, RowsOnTheWay
 from hybridflow.context import ContextPart
+from hybridflow.engine.blueprint import Elsewhere
 from hybridflow.engine.native import ForwardEngine, Loss, Output, Resharder, TrainEngine, Update
 from hybridflow.micro_batch import MicroBatch, reassemble
 from hybridflow.models.decoder import HeadOutput
@@ -23,6 +26,8 @@ from hybridflow.parallel.collectives import all_reduce
 from hybridflow.parallel.mesh import everyone
 from hybridflow.parallel.pipeline import Lane
 from hybridflow.parallel.world import World
+from hybridflow.protocols import Protocol, answering, given
+from hybridflow.row_moves import Arrival, RowsOfRank
 
 
 @dataclass(frozen=True)
@@ -50,35 +55,36 @@ class Share:
 
 
 class ScoringRole:
-    """A role that answers: the base of all. `at_once` is what a replica runs at once when it only scores."""
+    """A role that answers: the base of all. `at_once` is what a replica runs at once when it only scores.
 
-    def __init__(self, engine: ForwardEngine, at_once: MicroBatching, lane: Lane | None = None) -> None:
-        self.engine, self.scoring, self.lane = engine, at_once, lane
+    Attributes:
+        engine: None on a rank that is not among the role's. There every call costs what its own rows' journey costs.
+    """
 
-    @property
-    def world(self) -> World:
-        return self.engine.mesh.world
+    def __init__(self, engine: ForwardEngine | Elsewhere, at_once: MicroBatching, lane: Lane | None = None) -> None:
+        self.blueprint, self.world = engine.blueprint, engine.world
+        self.engine = None if isinstance(engine, Elsewhere) else engine
+        self.scoring, self.lane = at_once, lane
+
+    def ask_tokens(self, batch: Batch) -> TokenAnswers:
+        """Ask what the model says of each response token. Rows leave at once."""
+        return TokenAnswers(self, batch)
+
+    def ask_rows(self, batch: Batch) -> RowScores:
+        """Ask what a score head says at each row's last token. Rows leave at once."""
+        return RowScores(self, batch)
 
     def answer_tokens(self, batch: Batch) -> Tensor:
         """What the model says of each response token, brought home: `[response tokens of my home rows]`. Collective."""
-        share = self.share(range(batch.num_rows), batch.row_lengths, self.scoring, batch.prompts)
-        rows = batch.fetch(self.world, share.rows_of, with_columns=False)
-        answers = self._answers([self._pack(run) for run in rows.runs(share.sizes)])
-        return batch.deliver(self.world, self._answering(share.rows_of), answers)
+        return self.ask_tokens(batch).answered()
 
     def score_rows(self, batch: Batch) -> Tensor:
         """What a score head says at each row's last token: `[rows]` fp64, the same on every rank. Collective."""
-        share = self.share(range(batch.num_rows), batch.row_lengths, self.scoring, batch.prompts)
-        rows = batch.fetch(self.world, share.rows_of, with_columns=False)
-        answers = self._answers([
-            MicroBatch.pack_last_tokens(run.samples, device=self.engine.mesh.device,
-                                        multiple_of=self.engine.token_multiple, cp=self._part,
-                                        share_prompts=self.engine.shares_prompts)
-            for run in rows.runs(share.sizes)])
-        scores = torch.zeros(batch.num_rows, dtype=torch.float64, device=self.engine.mesh.device)
-        if self.engine.answers:
-            scores[list(share.rows_of[self.world.rank])] = answers.double()
-        return sum_over_world(scores, self.world)
+        return self.ask_rows(batch).answered()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """The engine's turn on the device, where there is one."""
+        return nullcontext() if self.engine is None else self.engine.on_device()
 
     def share(self, rows: Sequence[int], lengths: Sequence[int], at_once: MicroBatching,
               prompts: Sequence[SharedPrompt] | None = None) -> Share:
@@ -87,40 +93,118 @@ class ScoringRole:
         Raises:
             ValueError: a row is longer than the budget of tokens.
         """
-        grid, layout = self.engine.mesh.grid, self.engine.mesh.layout
-        cut = at_once.cut(lengths, layout.dp, self.engine.token_multiple * layout.cp,
-                          prompts if self.engine.shares_prompts else None)
+        grid, layout = self.blueprint.grid, self.blueprint.grid.layout
+        cut = at_once.cut(lengths, layout.dp, self.blueprint.token_multiple * layout.cp,
+                          prompts if self.blueprint.shares_prompts else None)
         of_replica = [tuple(rows[place] for micro_batch in replica for place in micro_batch) for replica in cut]
-        return Share(tuple(of_replica[grid.coord(rank).dp] for rank in range(self.world.size)),
-                     tuple(len(micro_batch) for micro_batch in cut[self.engine.mesh.coord.dp]))
+        mine = () if self.engine is None else cut[self.engine.mesh.coord.dp]
+        return Share(given(Protocol.THREE_D, grid, of_replica, self.world.size),
+                     tuple(len(micro_batch) for micro_batch in mine))
 
-    def _answering(self, rows_of: RowsOfRank) -> RowsOfRank:
+    def answering(self, rows_of: RowsOfRank) -> RowsOfRank:
         """The same rows, on the stage with the head only: where answers are after a forward."""
-        grid = self.engine.mesh.grid
-        head_stage = self.engine.chunks.head_stage
-        return tuple(rows if grid.coord(rank).pp == head_stage else () for rank, rows in enumerate(rows_of))
+        return answering(Protocol.THREE_D, self.blueprint.grid, rows_of, self.blueprint.has_head)
 
-    def _answers(self, micro_batches: list[MicroBatch]) -> Tensor:
+    def answers(self, micro_batches: list[MicroBatch]) -> Tensor:
         """One number for each target of whole rows on the stage with the head, none on the others."""
+        assert self.engine is not None
         with self.engine.on_device():
             outputs = self.engine.forward(micro_batches, self.lane)
         mine = [reassemble(values(output), micro_batch, self.engine.mesh.cp)
                 for output, micro_batch in zip(outputs, micro_batches)]
-        return torch.cat(mine) if mine else self._nothing()
+        return torch.cat(mine) if mine else self.nothing()
 
-    def _pack(self, rows: Rows) -> MicroBatch:
+    def pack(self, rows: Rows) -> MicroBatch:
         """My context rank's part of `rows`; without rows one without targets, to join every collective."""
-        return MicroBatch.pack(rows.samples, rows.columns, device=self.engine.mesh.device,
-                               multiple_of=self.engine.token_multiple, cp=self._part,
-                               share_prompts=self.engine.shares_prompts)
+        return MicroBatch.pack(rows.samples, rows.columns, device=self.world.device,
+                               multiple_of=self.blueprint.token_multiple, cp=self.part,
+                               share_prompts=self.blueprint.shares_prompts)
+
+    def pack_last_tokens(self, rows: Rows) -> MicroBatch:
+        """The same with a target a row, its last token."""
+        return MicroBatch.pack_last_tokens(rows.samples, device=self.world.device,
+                                           multiple_of=self.blueprint.token_multiple, cp=self.part,
+                                           share_prompts=self.blueprint.shares_prompts)
 
     @property
-    def _part(self) -> ContextPart:
+    def part(self) -> ContextPart:
+        """Of each row, what my context rank has."""
+        assert self.engine is not None
         return ContextPart(self.engine.mesh.cp.size, self.engine.mesh.cp.index)
 
-    def _nothing(self) -> Tensor:
-        dtype = torch.promote_types(self.engine.options.dtype, torch.float32)
-        return torch.zeros(0, dtype=dtype, device=self.engine.mesh.device)
+    def nothing(self) -> Tensor:
+        """No answer, of the answers' dtype."""
+        dtype = torch.promote_types(self.blueprint.options.dtype, torch.float32)
+        return torch.zeros(0, dtype=dtype, device=self.world.device)
+
+
+class TokenAnswers:
+    """What a role has been asked of each response token. `work` and `result` follow in this order on every rank, and
+    between them other roles may work.
+    """
+
+    def __init__(self, role: ScoringRole, batch: Batch) -> None:
+        self._role, self._batch = role, batch
+        self._share = role.share(range(batch.num_rows), batch.row_lengths, role.scoring, batch.prompts)
+        self._rows = batch.send(role.world, self._share.rows_of, with_columns=False)
+        self._arrival: Arrival | None = None
+
+    def work(self) -> None:
+        """Let the role's ranks answer; answers leave for home."""
+        role, answers = self._role, self._role.nothing()
+        if role.engine is not None:
+            answers = role.answers([role.pack(run) for run in self._rows.wait().runs(self._share.sizes)])
+        self._arrival = self._batch.deliver(role.world, role.answering(self._share.rows_of), answers)
+
+    def result(self) -> Tensor:
+        """`[response tokens of my home rows]`, once they are home."""
+        assert self._arrival is not None, "work comes first"
+        return self._arrival.wait().squeeze(1)
+
+    def answered(self) -> Tensor:
+        """Both at once."""
+        self.work()
+        return self.result()
+
+
+class RowScores:
+    """What a role has been asked of each row, as `TokenAnswers`."""
+
+    def __init__(self, role: ScoringRole, batch: Batch) -> None:
+        self._role = role
+        self._share = role.share(range(batch.num_rows), batch.row_lengths, role.scoring, batch.prompts)
+        self._rows = batch.send(role.world, self._share.rows_of, with_columns=False)
+        self._scores = torch.zeros(batch.num_rows, dtype=torch.float64, device=role.world.device)
+
+    def work(self) -> None:
+        """Let the role's ranks score."""
+        role = self._role
+        if role.engine is None:
+            return
+        packed = [role.pack_last_tokens(run) for run in self._rows.wait().runs(self._share.sizes)]
+        answers = role.answers(packed)
+        if role.engine.answers:
+            self._scores[list(self._share.rows_of[role.world.rank])] = answers.double()
+
+    def result(self) -> Tensor:
+        """`[rows]` fp64, the same on every rank. Collective over the world."""
+        return sum_over_world(self._scores, self._role.world)
+
+    def answered(self) -> Tensor:
+        """Both at once."""
+        self.work()
+        return self.result()
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The rows of one optimizer step, on their way to the role that learns from them. `counts` are those of all its
+    replicas.
+    """
+
+    rows: RowsOnTheWay
+    sizes: tuple[int, ...]
+    counts: GlobalCounts
 
 
 class TrainedRole(ScoringRole):
@@ -128,23 +212,37 @@ class TrainedRole(ScoringRole):
     once in an optimizer step: memory and speed, nothing else.
     """
 
-    def __init__(self, engine: TrainEngine, at_once: MicroBatching, learned_at_once: MicroBatching,
+    def __init__(self, engine: TrainEngine | Elsewhere, at_once: MicroBatching, learned_at_once: MicroBatching,
                  reduction: Reduction, lane: Lane | None = None) -> None:
         super().__init__(engine, at_once, lane)
         self.trainer = engine
         self.training, self.reduction = learned_at_once, reduction
 
-    def update(self, batch: Batch, rows: Sequence[int], loss: Loss, reshard: Resharder | None = None) -> Update:
-        """One optimizer step on `rows` of the batch, which may be ragged over replicas. Collective."""
+    def prepare(self, batch: Batch, rows: Sequence[int]) -> Lesson:
+        """Send the role what it learns from in one optimizer step: `rows` of the batch, which may be ragged over
+        replicas. Every rank calls it, and none waits here.
+        """
         share = self.share(rows, [batch.row_lengths[row] for row in rows], self.training,
                            [batch.prompts[row] for row in rows])
         lengths = [batch.response_lengths[row] for row in rows if batch.is_trained[row]]
-        return self.learn(batch.fetch(self.world, share.rows_of), share.sizes, response_counts(lengths), loss,
-                          reshard)
+        return Lesson(batch.send(self.world, share.rows_of), share.sizes, response_counts(lengths))
+
+    def take(self, lesson: Lesson, loss: Loss, reshard: Resharder | None = None) -> Update | None:
+        """One optimizer step; None on a rank that is not among the role's. Lessons are taken in the order in which they
+        were prepared.
+        """
+        if self.engine is None:
+            self.trainer.num_updates += 1
+            return None
+        return self.learn(lesson.rows.wait(), lesson.sizes, lesson.counts, loss, reshard)
+
+    def update(self, batch: Batch, rows: Sequence[int], loss: Loss, reshard: Resharder | None = None) -> Update | None:
+        """Both at once."""
+        return self.take(self.prepare(batch, rows), loss, reshard)
 
     def learn(self, mine: Rows, sizes: Sequence[int], counts: GlobalCounts, loss: Loss,
               reshard: Resharder | None = None) -> Update:
-        """One optimizer step on this replica's rows; `counts` are those of all replicas. Collective.
+        """One optimizer step on this replica's rows; `counts` are those of all replicas. Collective over the role.
 
         Tokens are trained where `loss_mask` says so, all where it is None. Where nothing is trained anywhere the step
         is skipped, and that is counted.
@@ -153,13 +251,14 @@ class TrainedRole(ScoringRole):
             sizes: rows of each micro-batch, as in `Share`.
             reshard: takes the new weights; None if nobody wants them yet.
         """
+        assert isinstance(self.trainer, TrainEngine)
         lengths = tuple(len(sample.response) for sample in mine.samples)
         mask = mine.columns.loss_mask
-        mask = self._nothing().new_ones(sum(lengths)) if mask is None else mask
+        mask = self.nothing().new_ones(sum(lengths)) if mask is None else mask
         weight = self.reduction.weights(mask, lengths, counts)
         weighted = Rows(mine.samples, mine.columns.with_columns(weight=weight))
-        with self.engine.on_device():
-            return self.trainer.train([self._pack(run) for run in weighted.runs(sizes)], loss, skip=counts.tokens == 0,
+        with self.turn():
+            return self.trainer.train([self.pack(run) for run in weighted.runs(sizes)], loss, skip=counts.tokens == 0,
                                       trace=self.lane, reshard=reshard)
 
 

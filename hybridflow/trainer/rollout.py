@@ -10,9 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from hybridflow.batch import Batch, RowsOfRank
+from hybridflow.batch import Batch
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.engines.interface import GenerationEngine
 from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
@@ -21,11 +20,13 @@ from hybridflow.hybrid_engine import HybridEngine
 from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.observe.phases import Phase, PhaseTimer
 from hybridflow.packing import split_rows
-from hybridflow.parallel.collectives import all_reduce
-from hybridflow.parallel.mesh import Grid, Mesh, everyone
+from hybridflow.parallel.mesh import Grid, Mesh, Outside
 from hybridflow.parallel.pipeline import Lane
 from hybridflow.parallel.world import World
-from hybridflow.trainer.roles import sum_over_world
+from hybridflow.protocols import TRANSFERS, Protocol, given
+from hybridflow.row_moves import RowsOfRank
+from hybridflow.trainer.board import Board
+from hybridflow.trainer.roles import TrainedRole, sum_over_world
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,22 @@ class Rollout:
 
 
 class Sampler:
-    """The actor as it answers: reshard, generate, free. Every call is collective and takes the same prompts everywhere.
+    """The actor as it answers: reshard, generate, free. Every call takes the same prompts everywhere, and is made on
+    every rank, whether or not it generates.
 
     Row `i * samples + j` is sample j of prompt i. The ranks of a replica share the rows that it generated out among
     themselves as homes.
     """
 
-    def __init__(self, hybrid: HybridEngine, seed: int, timer: PhaseTimer, lane: Lane,
-                 balance: Balance = Balance.OWN) -> None:
-        """`lane` gets a span for each reshard."""
-        self.hybrid, self.seed, self.timer, self.lane, self.balance = hybrid, seed, timer, lane, balance
+    def __init__(self, actor: TrainedRole, hybrid: HybridEngine, seed: int, timer: PhaseTimer, lane: Lane,
+                 balance: Balance = Balance.OWN, *, keeps_weights: bool = False) -> None:
+        """
+        Args:
+            lane: gets a span for each reshard.
+            keeps_weights: between rollouts, since no other role needs the memory of the ranks that generate.
+        """
+        self.actor, self.hybrid, self.seed, self.timer, self.lane = actor, hybrid, seed, timer, lane
+        self.balance, self.keeps_weights = balance, keeps_weights
         self._timed = ExitStack()  # the phase and the span of a reshard under way
 
     @property
@@ -64,17 +71,27 @@ class Sampler:
         return self.hybrid.mesh.world
 
     def sample(self, prompts: Sequence[TokenisedPrompt], params: SamplingParams, samples: int) -> Rollout:
-        """Answers under the actor's current weights."""
+        """Answers under the actor's current weights. Collective."""
+        self.renew()
+        return self.start(prompts, params, samples).finish()
+
+    def renew(self) -> None:
+        """Give the generator the actor's current weights, where it does not have them. After an update it has, if the
+        update ended in the reshard.
+        """
+        if not self.hybrid.is_current:
+            with self.timer.phase(Phase.RESHARD), self.actor.turn(), self.lane.span("reshard"):
+                self.hybrid.fill()
+
+    def start(self, prompts: Sequence[TokenisedPrompt], params: SamplingParams, samples: int) -> RolloutUnderWay:
+        """Answers under the weights that the generator has. Ranks that do not generate go on at once."""
+        hybrid, dtype = self.hybrid, torch.promote_types(self.actor.blueprint.options.dtype, torch.float32)
         with self.timer.phase(Phase.GENERATE):
-            train = self.hybrid.train
-            if not self.hybrid.is_current:  # after an update of the actor it is: its schedule ends in the reshard
-                with train.on_device(), self.timer.phase(Phase.RESHARD), self.lane.span("reshard"):
-                    self.hybrid.fill()
-            rollout = answer(self.hybrid.generator, self.hybrid.mesh, prompts, params, samples=samples, seed=self.seed,
-                             version=train.version, dtype=torch.promote_types(train.options.dtype, torch.float32),
-                             balance=self.balance)
-            self.hybrid.free()
-        return rollout
+            under_way = begin(hybrid.generator, hybrid.mesh, prompts, params, samples=samples, seed=self.seed,
+                              version=hybrid.version, dtype=dtype, balance=self.balance)
+            if not self.keeps_weights:
+                hybrid.free()
+        return under_way
 
     @property
     def num_buckets(self) -> int:
@@ -92,53 +109,79 @@ class Sampler:
         if number == self.num_buckets - 1:
             self._timed.close()
 
-    def reshard_metrics(self) -> dict[str, float]:
-        """What the last reshard cost: bytes of all ranks, seconds of the slowest. Collective."""
-        report, device = self.hybrid.last_report, self.world.device
-        counted = torch.tensor([report.received_bytes, report.lower_bound_bytes], dtype=torch.int64, device=device)
-        seconds = torch.tensor(report.seconds, dtype=torch.float64, device=device)
-        received, bound = sum_over_world(counted, self.world).tolist()
-        slowest = all_reduce(seconds, everyone(self.world), dist.ReduceOp.MAX).item()
-        return {"reshard/received_bytes": float(received), "reshard/lower_bound_bytes": float(bound),
-                "reshard/seconds": slowest}
+    def tell_reshard(self, board: Board) -> None:
+        """What the last reshard cost: bytes of all ranks, seconds of the slowest."""
+        report = self.hybrid.last_report
+        board.summed |= {"reshard/received_bytes": float(report.received_bytes),
+                         "reshard/lower_bound_bytes": float(report.lower_bound_bytes)}
+        board.largest["reshard/seconds"] = report.seconds
 
 
-def answer(generator: GenerationEngine, mesh: Mesh, prompts: Sequence[TokenisedPrompt], params: SamplingParams, *,
-           samples: int, seed: int, version: int | None, dtype: torch.dtype, balance: Balance = Balance.OWN) -> Rollout:
-    """Let the replicas of `mesh` answer `prompts` under the weights of `version` (None: whatever they are). Collective.
+@dataclass(frozen=True)
+class RolloutUnderWay:
+    """Answers on the ranks that made them; the others do not know of them yet.
 
-    `dtype` is that of the log-probs.
+    Attributes:
+        mesh: of generation.
+        requests, groups: of every row, and the place of its prompt in the step.
+        by_row: what this rank's replica made.
+        dtype: of the log-probs.
     """
+
+    mesh: Mesh | Outside
+    requests: Sequence[Prompt]
+    groups: tuple[int, ...]
+    by_row: Mapping[int, Completion]
+    dtype: torch.dtype
+
+    def finish(self) -> Rollout:
+        """Let every rank know the lengths of all answers. Collective over the world: this is where ranks that do not
+        generate wait for those that do.
+        """
+        world = self.mesh.world
+        answered = Answered.exchanged(self.mesh, len(self.requests), self.by_row)
+        home = answered.homes(self.mesh.grid, world.size)
+        mine = [self.by_row[row] for row in home[world.rank]]
+        log_probs = torch.tensor([p for c in mine for p in c.log_probs], dtype=self.dtype, device=world.device)
+        batch = Batch(
+            prompt_lengths=tuple(len(request.ids) for request in self.requests),
+            response_lengths=answered.lengths,
+            groups=self.groups,
+            home=home,
+            samples=tuple(Sample(c.prompt_ids, c.response_ids) for c in mine),
+            columns=TokenColumns(rollout_log_probs=log_probs),
+        )
+        return Rollout(batch, answered.finished)
+
+
+def begin(generator: GenerationEngine | None, mesh: Mesh | Outside, prompts: Sequence[TokenisedPrompt],
+          params: SamplingParams, *, samples: int, seed: int, version: int | None, dtype: torch.dtype,
+          balance: Balance = Balance.OWN) -> RolloutUnderWay:
+    """Let the replicas of `mesh` answer `prompts` under the weights of `version` (None: whatever they are)."""
     requests = [Prompt(prompt.id, sample, prompt.ids) for prompt in prompts for sample in range(samples)]
+    groups = tuple(group for group in range(len(prompts)) for _ in range(samples))
     by_row = complete(generator, mesh, requests, params, seed=seed, version=version, balance=balance)
-    answered = Answered.exchanged(mesh, len(requests), by_row)
-    home = answered.homes(mesh.grid)
-    mine = [by_row[row] for row in home[mesh.world.rank]]
-    batch = Batch(
-        prompt_lengths=tuple(len(request.ids) for request in requests),
-        response_lengths=answered.lengths,
-        groups=tuple(group for group in range(len(prompts)) for _ in range(samples)),
-        home=home,
-        samples=tuple(Sample(c.prompt_ids, c.response_ids) for c in mine),
-        columns=TokenColumns(rollout_log_probs=torch.tensor([p for c in mine for p in c.log_probs], dtype=dtype,
-                                                            device=mesh.device)),
-    )
-    return Rollout(batch, answered.finished)
+    return RolloutUnderWay(mesh, requests, groups, by_row, dtype)
 
 
-def complete(generator: GenerationEngine, mesh: Mesh, requests: Sequence[Prompt], params: SamplingParams, *, seed: int,
-             version: int | None = None, balance: Balance = Balance.OWN,
+def complete(generator: GenerationEngine | None, mesh: Mesh | Outside, requests: Sequence[Prompt],
+             params: SamplingParams, *, seed: int, version: int | None = None, balance: Balance = Balance.OWN,
              interrupt: Callable[[], bool] | None = None) -> dict[int, Completion]:
-    """Completions that this replica of `mesh` made, by the place of their request, on all of its ranks. Collective.
+    """Completions that this replica of `mesh` made, by the place of their request, on all of its ranks; none outside of
+    the mesh, where nobody waits. Every rank of the world calls it.
 
     Args:
+        generator: None outside of the mesh.
         requests: the same on all replicas.
         version, interrupt: as `GenerationEngine.generate` has them. Interrupted, requests that no replica has begun are
             nowhere.
     """
     replicas = mesh.layout.dp
-    if balance is Balance.SHARED and replicas > 1:
-        source = SharedQueue(requests, params, replicas, mesh.world.count())
+    handed_out = mesh.world.count() if balance is Balance.SHARED and replicas > 1 else None
+    if isinstance(mesh, Outside):
+        return {}
+    if handed_out is not None:
+        source = SharedQueue(requests, params, replicas, handed_out)
     else:
         source = OwnShare(requests, params, replicas, mesh.coord.dp)
     completions = generator.generate(requests, params, seed, expected_version=version, source=source,
@@ -160,10 +203,10 @@ class Answered:
     finished: int
 
     @classmethod
-    def exchanged(cls, mesh: Mesh, num_rows: int, by_row: Mapping[int, Completion]) -> Answered:
-        """From what each replica has, which all of its ranks do. Collective."""
+    def exchanged(cls, mesh: Mesh | Outside, num_rows: int, by_row: Mapping[int, Completion]) -> Answered:
+        """From what each replica has, which all of its ranks do. Collective over the world."""
         table = torch.zeros(4, num_rows, dtype=torch.int64)
-        if (mesh.coord.tp, mesh.coord.pp) == (0, 0):  # one rank speaks for the replica
+        if isinstance(mesh, Mesh) and TRANSFERS[Protocol.THREE_D_ALL_MICRO_DP].answers(mesh.coord, mesh.layout):
             told = [(1, mesh.coord.dp, len(c.response_ids), c.finish_reason is FinishReason.STOP)
                     for c in by_row.values()]
             table[:, list(by_row)] = torch.tensor(told, dtype=torch.int64).view(-1, 4).T
@@ -171,9 +214,10 @@ class Answered:
         assert set(answers) <= {1}, "a prompt was handed out never, or twice"
         return cls(tuple(replica), tuple(lengths), sum(stopped))
 
-    def homes(self, grid: Grid) -> RowsOfRank:
+    def homes(self, grid: Grid, world_size: int) -> RowsOfRank:
         """Each replica's rows, in order and evenly, over its stages and their tensor ranks."""
         tp, pp, dp = grid.layout.tp, grid.layout.pp, grid.layout.dp
         rows_of = [[row for row, who in enumerate(self.replica) if who == replica] for replica in range(dp)]
         shares = [split_rows(rows, pp * tp) for rows in rows_of]
-        return tuple(shares[at.dp][at.pp * tp + at.tp] for at in map(grid.coord, range(grid.layout.size)))
+        parts = [shares[at.dp][at.pp * tp + at.tp] for at in map(grid.coord, grid.ranks)]
+        return given(Protocol.DP, grid, parts, world_size)

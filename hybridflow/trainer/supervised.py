@@ -56,7 +56,7 @@ class SupervisedTrainer:
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Evaluator:
         """What asks the current actor `prompts`, greedily, on the generation layout."""
-        sampler = Sampler(self.builder.hybrid(self.actor), self.config.train.seed, self.timer,
+        sampler = Sampler(self.actor, self.builder.hybrid(self.actor), self.config.train.seed, self.timer,
                           self.trace.lane(TraceCategory.RESHARD), self.builder.balance)
         self.rewards = self.builder.rewards()
         return Evaluator(sampler, self.rewards, prompts, self.builder.sampling())

@@ -104,15 +104,15 @@ def test_the_table_has_a_line_for_each_role():
     table = layout_table(config(*CASE_28, "train.layout.layers_per_stage=[1,3]", "algorithm.kl.where=reward",
                                 "model.reference.layout.tp=8", "train.forward_micro_batch_size=16"), 8)
     assert [" ".join(line.split()) for line in table.splitlines()] == [
-        "role tp cp pp dp sequence parallel at once set by",
-        "actor 2 1 2 [1, 3] 2 no 4 rows trained, 16 rows scored train.layout",
-        "actor, generating 1 1 1 8 no - generation.layout",
-        "critic 2 1 2 [1, 3] 2 no 4 rows trained, 16 rows scored train.layout",
-        "reference 8 1 1 1 no 16 rows scored model.reference.layout",
+        "role ranks tp cp pp dp sequence parallel at once set by",
+        "actor 0-7 2 1 2 [1, 3] 2 no 4 rows trained, 16 rows scored train.layout",
+        "actor, generating 0-7 1 1 1 8 no - generation.layout",
+        "critic 0-7 2 1 2 [1, 3] 2 no 4 rows trained, 16 rows scored train.layout",
+        "reference 0-7 8 1 1 1 no 16 rows scored model.reference.layout",
     ]
     table = layout_table(config("train.layout={cp: 2, pp: 2, vpp: 2}", "train.micro_batch_tokens=999"), 8)
     assert " ".join(table.splitlines()[1].split()) == (
-        "actor 1 2 2 x 2 chunks 2 no 999 tokens trained, 999 tokens scored train.layout")
+        "actor 0-7 1 2 2 x 2 chunks 2 no 999 tokens trained, 999 tokens scored train.layout")
 
 
 def test_the_table_of_supervised_training_has_the_roles_that_it_needs():
@@ -120,10 +120,10 @@ def test_the_table_of_supervised_training_has_the_roles_that_it_needs():
         table = layout_table(config("train.micro_batch_size=1", *overrides), 2, Command.SFT)
         return [" ".join(line.split()) for line in table.splitlines()[1:]]
 
-    actor = "actor 1 1 1 2 no 1 row trained train.layout"
-    assert cells() == [actor, "actor, generating 1 1 1 2 no - generation.layout"]
+    actor = "actor 0-1 1 1 1 2 no 1 row trained train.layout"
+    assert cells() == [actor, "actor, generating 0-1 1 1 1 2 no - generation.layout"]
     assert cells("evaluation.every_steps=null") == [actor]
-    assert cells("model.reward_model.path=m")[-1] == "reward 1 1 1 2 no 1 row scored train.layout"
+    assert cells("model.reward_model.path=m")[-1] == "reward 0-1 1 1 1 2 no 1 row scored train.layout"
 
 
 def test_the_line_of_supervised_training():

@@ -1,5 +1,6 @@
 """The files in configs/ are valid on the ranks they are written for, and say what their comments promise."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ ALONE = ("train.layout.tp=1", "train.layout.pp=1")
 @pytest.mark.parametrize(("name", "world_size", "command", "overrides"), [
     ("ppo_tiny", 4, Command.TRAIN, ()),
     ("ppo_tiny", 1, Command.TRAIN, ALONE),
+    ("ppo_split", 4, Command.TRAIN, ()),
+    ("ppo_standalone", 4, Command.TRAIN, ()),
     ("grpo_tiny", 4, Command.TRAIN, ()),
     ("grpo_tiny", 1, Command.TRAIN, ALONE),
     ("sft_tiny", 1, Command.SFT, ()),
@@ -31,7 +34,15 @@ def test_shipped_configs_are_valid(name, world_size, command, overrides):
 
 def test_every_shipped_config_is_listed_above():
     assert {file.stem for file in CONFIGS.glob("*.yaml")} == {
-        "ppo_tiny", "grpo_tiny", "sft_tiny", "ppo_7b", "multi_node"}
+        "ppo_tiny", "ppo_split", "ppo_standalone", "grpo_tiny", "sft_tiny", "ppo_7b", "multi_node"}
+
+
+@pytest.mark.parametrize("name", ["ppo_split", "ppo_standalone"])
+def test_a_placement_changes_ranks_and_layouts_alone(name):
+    placed, base = load_config(CONFIGS / f"{name}.yaml"), load_config(CONFIGS / "ppo_tiny.yaml")
+    assert placed.placement != base.placement
+    model, train = replace(placed.model, critic=base.model.critic), replace(placed.train, layout=base.train.layout)
+    assert replace(placed, placement=base.placement, model=model, train=train, logging=base.logging) == base
 
 
 def test_the_quickstart_trains_at_tp2_pp2_and_generates_at_tp1_dp4():

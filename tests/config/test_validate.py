@@ -341,6 +341,8 @@ SET = {
     "algorithm.kl.estimator": "algorithm.kl.estimator=k3", "algorithm.kl.coef": "algorithm.kl.coef=0.5",
     "algorithm.kl.target": "algorithm.kl.target=3", "model.reference": "model.reference.layout.tp=1",
     "algorithm.constant_length": "algorithm.constant_length=5",
+    "placement.critic": "placement.critic=0", "placement.reference": "placement.reference=0",
+    "placement.reward": "placement.reward=0",
     "model.reward_model.layout": "model.reward_model.layout.tp=1", "reward": "reward.timeout_s=3",
     "reward.reasoning_gym": "reward.reasoning_gym=partial", "data.train_files": "data.train_files=[a]",
     "data.test_files": "data.test_files=[a]", "data.tasks": "data.tasks=[{name: gcd}]",

@@ -10,10 +10,11 @@ from hybridflow.local_ranks import LocalRanks
 from hybridflow.parallel.box import Box, Shard
 from hybridflow.parallel.mesh import Grid, Layout
 from hybridflow.parallel.nodes import Nodes
+from hybridflow.parallel.parcels import TransferError
 from hybridflow.parallel.peers import PeerError, swap
 from hybridflow.parallel.plan import Copy, TransferPlan, lower_bound_numel
 from hybridflow.parallel.shard_map import ShardMap
-from hybridflow.parallel.transfer import Transfer, TransferError, execute
+from hybridflow.parallel.transfer import Transfer, execute
 from hybridflow.parallel.world import World
 from tests.ranks import run_ranks
 

@@ -40,7 +40,7 @@ def test_supervised_training_starts_with_its_layout_and_its_activations(runs: Pa
                  "checkpoint.export_at_end=false", "evaluation.every_steps=null", "sft.stop_at_accuracy=null"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "1 update of 16 pairs, 16 per replica (dp 1), 2 micro-batches of 8" in said
-    assert "actor 1 1 1 1 no 8 rows trained train.layout" in said and "critic" not in said
+    assert "actor 0 1 1 1 1 no 8 rows trained train.layout" in said and "critic" not in said
     assert "Activations of the actor: at most" in said and "8 rows of 21 tokens at once" in said
 
 

@@ -12,6 +12,7 @@ from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.parallel.world import World
 from hybridflow.response_text import ResponseEnds, answer_text
 from hybridflow.rewards.function import RewardFunction
+from hybridflow.trainer.dataflow import judged
 from hybridflow.trainer.reward_source import FunctionRewards
 from tests.ranks import run_ranks
 
@@ -45,7 +46,7 @@ def score_twice(world: World, spec: str) -> list[tuple]:
     rewards = FunctionRewards(RewardFunction.load(spec, timeout_s=30.0), Letters(), ResponseEnds((END,)), world)
     told = []
     for answers in (["ab", "xa", "x"], ["ab", "b", "ab"]):
-        scores, metrics = rewards.score(rollouts(world, answers), PROMPTS)
+        scores, metrics = judged(rewards, rollouts(world, answers), PROMPTS)
         told.append((scores.tolist(), metrics, rewards.last_fault))
     rewards.close()
     return told

@@ -11,7 +11,7 @@ from hybridflow.data.records import PromptRecord
 from hybridflow.generation.records import Completion, FinishReason, SamplingParams
 from hybridflow.generation.work_source import Balance
 from hybridflow.parallel.mesh import Grid, Layout, Mesh
-from hybridflow.trainer.rollout import answer
+from hybridflow.trainer.rollout import begin
 from tests.ranks import run_ranks
 
 PARAMS = SamplingParams(max_new_tokens=8)
@@ -60,8 +60,8 @@ def answered(world, layout: Layout, balance: Balance, number: int, slow: int | N
     mesh = Mesh(Grid(layout, (2, 0, 3, 1)), world)
     prompts = prompts_of(number)
     generator = RuleGenerator(mesh, mesh.coord.dp == slow)
-    rollout = answer(generator, mesh, prompts, PARAMS, samples=SAMPLES, seed=0, version=None, dtype=torch.float64,
-                     balance=balance)
+    rollout = begin(generator, mesh, prompts, PARAMS, samples=SAMPLES, seed=0, version=None, dtype=torch.float64,
+                    balance=balance).finish()
     batch, home = rollout.batch, rollout.batch.home[world.rank]
     assert rollout.finished == number and batch.num_rows == number * SAMPLES
     assert sorted(row for rows in batch.home for row in rows) == list(range(number * SAMPLES))

@@ -13,7 +13,7 @@ from hybridflow.batch import Rows
 from hybridflow.engine.native import Loss, Output, TrainEngine, Update
 from hybridflow.micro_batch import MicroBatch
 from hybridflow.models.decoder import HeadOutput
-from hybridflow.parallel.mesh import Mesh
+from hybridflow.parallel.mesh import Mesh, _Axis, _make_lines
 from hybridflow.parallel.optimizer_state import ShareState
 from hybridflow.parallel.pipeline import Lane
 from hybridflow.parallel.state_map import StateKind
@@ -42,7 +42,7 @@ class MeanOfMeans(TrainedRole):
             mask = torch.ones(sum(lengths), dtype=torch.float64)
             parts.append(self.reduction.weights(mask, lengths, response_counts(lengths)) / len(sizes))
         weighted = Rows(mine.samples, mine.columns.with_columns(weight=torch.cat(parts)))
-        return self.trainer.train([self._pack(run) for run in weighted.runs(sizes)], loss)
+        return self.trainer.train([self.pack(run) for run in weighted.runs(sizes)], loss)
 
 
 def local_counts(engine: TrainEngine, combination: Combination, micro_batching: object) -> TrainedRole:
@@ -160,7 +160,9 @@ def last_weight_work_dropped(mesh: Mesh, combination: Combination) -> TrainEngin
 def context_not_summed(mesh: Mesh, combination: Combination) -> TrainEngine:
     """Sums gradients over dp only: each part of the context keeps its own."""
     engine = engine_of(mesh, combination)
-    engine.grads.data = mesh._axis(lambda c: (c.tp, c.pp, c.cp), "without the context")
+    axis = _Axis(lambda c: (c.tp, c.pp, c.cp), "without the context")
+    _make_lines(mesh.grid, mesh.world, axis.key, axis.purpose)
+    engine.grads.data = mesh._axis(axis)
     return engine
 
 
