@@ -71,9 +71,10 @@ class Trainer:
             engines["critic"] = flow.roles.critic.trainer
         for role, engine in engines.items():
             read_before_step(engine, role, grads)
-        batch, _ = flow.reward(self._answered(), tokenised(case.CHECKED))
-        batch, _ = flow.advantages(flow.score(batch), flow.world)
-        flow.learn(batch)
+        batch, generate = self._answered(), flow.generate
+        flow.generate = lambda *_: batch
+        self._trainer.step(tokenised(case.CHECKED))
+        flow.generate = generate
         save_file(grads, path)
 
     def _answered(self) -> Batch:
