@@ -97,6 +97,13 @@ class MicroBatch:
         """Tokens that this rank runs."""
         return self.input_ids.shape[0]
 
+    def same_tokens(self, other: MicroBatch) -> bool:
+        """Whether a model answers both alike, whatever their columns."""
+        if (self.lengths, self.branches, self.part) != (other.lengths, other.branches, other.part):
+            return False
+        return all(torch.equal(mine, others) for mine, others in (
+            (self.input_ids, other.input_ids), (self.target_index, other.target_index), (self.targets, other.targets)))
+
     def rows(self, cp: AxisGroup) -> TargetRows:
         """The rows of the targets, whose parts lie on the ranks of `cp`."""
         if cp.size == 1:

@@ -130,7 +130,8 @@ class Dataflow:
         if len(self.update_rows(batch)) > 1:  # else old is the policy itself: ratio exactly 1, and no pass needed
             asked["old_log_probs"] = Phase.LOG_PROBS, roles.actor.ask_tokens(batch)
         if roles.critic is not None:
-            asked["old_values"] = Phase.VALUES, roles.critic.ask_tokens(batch)
+            once = len(self.update_rows(batch)) == 1
+            asked["old_values"] = Phase.VALUES, roles.critic.ask_tokens(batch, keep_forward=once)
         with self.timer.phase(Phase.REWARD):
             scores.work()
         for phase, answers in asked.values():

@@ -66,9 +66,14 @@ class ScoringRole:
         self.engine = None if isinstance(engine, Elsewhere) else engine
         self.scoring, self.lane = at_once, lane
 
-    def ask_tokens(self, batch: Batch) -> TokenAnswers:
-        """Ask what the model says of each response token. Rows leave at once."""
-        return TokenAnswers(self, batch)
+    def ask_tokens(self, batch: Batch, *, keep_forward: bool = False) -> TokenAnswers:
+        """Ask what the model says of each response token. Rows leave at once.
+
+        Args:
+            keep_forward: of a role that learns from the batch in one update next: that need not compute the forward of
+                its first micro-batch again (`TrainEngine.forward`).
+        """
+        return TokenAnswers(self, batch, keep_forward)
 
     def ask_rows(self, batch: Batch) -> RowScores:
         """Ask what a score head says at each row's last token. Rows leave at once."""
@@ -105,14 +110,19 @@ class ScoringRole:
         """The same rows, on the stage with the head only: where answers are after a forward."""
         return answering(Protocol.THREE_D, self.blueprint.grid, rows_of, self.blueprint.has_head)
 
-    def answers(self, micro_batches: list[MicroBatch]) -> Tensor:
+    def answers(self, micro_batches: list[MicroBatch], keep_forward: bool = False) -> Tensor:
         """One number for each target of whole rows on the stage with the head, none on the others."""
+        with self.turn():
+            outputs = self.forward(micro_batches, keep_forward)
         assert self.engine is not None
-        with self.engine.on_device():
-            outputs = self.engine.forward(micro_batches, self.lane)
         mine = [reassemble(values(output), micro_batch, self.engine.mesh.cp)
                 for output, micro_batch in zip(outputs, micro_batches)]
         return torch.cat(mine) if mine else self.nothing()
+
+    def forward(self, micro_batches: list[MicroBatch], keep_forward: bool) -> list[Output]:
+        """What the engine gives for each."""
+        assert self.engine is not None and not keep_forward, "a role that only answers"
+        return self.engine.forward(micro_batches, self.lane)
 
     def pack(self, rows: Rows) -> MicroBatch:
         """My context rank's part of `rows`; without rows one without targets, to join every collective."""
@@ -143,8 +153,8 @@ class TokenAnswers:
     between them other roles may work.
     """
 
-    def __init__(self, role: ScoringRole, batch: Batch) -> None:
-        self._role, self._batch = role, batch
+    def __init__(self, role: ScoringRole, batch: Batch, keep_forward: bool = False) -> None:
+        self._role, self._batch, self._keep_forward = role, batch, keep_forward
         self._share = role.share(range(batch.num_rows), batch.row_lengths, role.scoring, batch.prompts)
         self._rows = batch.send(role.world, self._share.rows_of, with_columns=False)
         self._arrival: Arrival | None = None
@@ -153,7 +163,8 @@ class TokenAnswers:
         """Let the role's ranks answer; answers leave for home."""
         role, answers = self._role, self._role.nothing()
         if role.engine is not None:
-            answers = role.answers([role.pack(run) for run in self._rows.wait().runs(self._share.sizes)])
+            packed = [role.pack(run) for run in self._rows.wait().runs(self._share.sizes)]
+            answers = role.answers(packed, self._keep_forward)
         self._arrival = self._batch.deliver(role.world, role.answering(self._share.rows_of), answers)
 
     def result(self) -> Tensor:
@@ -217,6 +228,12 @@ class TrainedRole(ScoringRole):
         super().__init__(engine, at_once, lane)
         self.trainer = engine
         self.training, self.reduction = learned_at_once, reduction
+
+    def forward(self, micro_batches: list[MicroBatch], keep_forward: bool) -> list[Output]:
+        """What the engine gives for each. Nothing is kept where updates are cut otherwise."""
+        assert isinstance(self.trainer, TrainEngine)
+        return self.trainer.forward(micro_batches, self.lane,
+                                    keep_first=keep_forward and self.scoring == self.training)
 
     def prepare(self, batch: Batch, rows: Sequence[int]) -> Lesson:
         """Send the role what it learns from in one optimizer step: `rows` of the batch, which may be ragged over
