@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.kernels.attention import causal_attention
+from hybridflow.kernels.fused_attention import Families, fused_attention
 from hybridflow.kernels.norm import rms_norm
 from hybridflow.kernels.rope import apply_rope
 from hybridflow.models.config import ModelConfig
@@ -60,6 +61,18 @@ class PackedCausal:
         flat = x if self.slots is None else to_slots(x, self.tokens, self.slots)
         # Views of one storage: where layouts are dropped and made again, the first call of attention makes them all.
         return (flat,) if len(self.rectangles) == 1 else flat.split([each.slots for each in self.rectangles])
+
+
+class FusedCausal:
+    """`attend` with a kernel that does the same from the projections on, rotation included, where no norm stands
+    between them.
+    """
+
+    def __init__(self, attend: Attend, families: Families) -> None:
+        self.attend, self.families = attend, families
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(layer, q, k, v)
 
 
 def _attend(rectangle: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -131,6 +144,8 @@ class Attention(nn.Module):
     def see(self, qkv: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
         """Projections `[tokens, (q + 2 kv) head_dim]` -> what each token sees `[tokens, q head_dim]`."""
         num_q, num_kv = self.heads.num_q, self.heads.num_kv
+        if isinstance(attend, FusedCausal) and self.q_norm is None:
+            return fused_attention(qkv, rope.cos, rope.signed_sin, attend.families, num_q, num_kv)
         qkv = qkv.unflatten(1, (-1, self.head_dim))  # [tokens, q + 2 kv, head_dim]
         qk, v = qkv.split([num_q + num_kv, num_kv], dim=1)
         if self.q_norm is None:

@@ -226,7 +226,7 @@ class DecoderStage(nn.Module):
     def attend(self, micro_batch: MicroBatch) -> Attend:
         """How the rows of a micro-batch see their keys and values."""
         if self.packed is None:
-            return packed_attention(micro_batch, self.cp)
+            return packed_attention(micro_batch, self.cp, self.dtype)
         assert not micro_batch.branches.lengths, "a cache of keys and values has whole rows"
         return InvariantCausal(micro_batch.lengths, micro_batch.position_ids.device)
 

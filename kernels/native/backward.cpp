@@ -1,9 +1,11 @@
 // C entry points of what a trainer computes row by row: gradients of norm, rotation and activation, and the head's
 // statistics and gradients of logits. No arithmetic here.
+#include <atomic>
 #include <vector>
 
 #include "backward.h"
 #include "dispatch.h"
+#include "fused_attention.h"
 #include "rows.h"
 #include "team.h"
 
@@ -23,6 +25,18 @@ template <class Work> void for_rows(long rows, Work&& work) {
 template <class Run> void with_compute(int code, Run&& run) {
     if (Dtype(code) == Dtype::Float64) run(double());
     else run(float());
+}
+
+template <class T>
+void for_families(const Projection<T>& all, const int64_t* segments, const int64_t* ends, long families, bool backward) {
+    static_assert(sizeof(Segment) == 2 * sizeof(int64_t));
+    std::atomic<long> next{0};
+    team().run([&](int) {
+        for (long task; (task = next.fetch_add(1)) < families * all.kv_heads;) {
+            long family = task / all.kv_heads, first = family ? ends[family - 1] : 0;
+            FamilyHead<T>(all, (const Segment*)segments + first, ends[family] - first, task % all.kv_heads, backward).run();
+        }
+    });
 }
 
 }  // namespace
@@ -118,6 +132,30 @@ void hf_logit_gradients(int dtype, void* logits, long rows, long size, double fa
                                of_log_prob, of_entropy);
             if (mine[row]) z[targets[row]] += of_log_prob * C(factor);
         });
+    });
+}
+
+// Attention of rows and their branches. qkv: [tokens, (heads + 2 kv_heads) head_dim]; segments: (start, length) of each
+// root and the branches that follow it, `ends` of each family in that list; log_sums [tokens, heads] in the compute type.
+void hf_fused_attention(int dtype, const void* qkv, long token_stride, long heads, long kv_heads, long head_dim,
+                        const void* cos, const void* signed_sin, const int64_t* segments, const int64_t* ends,
+                        long families, void* out, void* log_sums) {
+    with_dtype(dtype, [&]<class T>(T) {
+        Projection<T> all{(const T*)qkv, token_stride, heads, kv_heads, head_dim, (const T*)cos, (const T*)signed_sin,
+                          (T*)out, (Compute<T>*)log_sums, nullptr, nullptr};
+        for_families(all, segments, ends, families, false);
+    });
+}
+
+// The gradient of qkv, of the same strides, from that of `out`.
+void hf_fused_attention_backward(int dtype, const void* qkv, long token_stride, long heads, long kv_heads,
+                                 long head_dim, const void* cos, const void* signed_sin, const int64_t* segments,
+                                 const int64_t* ends, long families, const void* out, const void* log_sums,
+                                 const void* grad_out, void* grad_qkv) {
+    with_dtype(dtype, [&]<class T>(T) {
+        Projection<T> all{(const T*)qkv, token_stride, heads, kv_heads, head_dim, (const T*)cos, (const T*)signed_sin,
+                          (T*)out, (Compute<T>*)log_sums, (const T*)grad_out, (T*)grad_qkv};
+        for_families(all, segments, ends, families, true);
     });
 }
 
