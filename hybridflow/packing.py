@@ -116,7 +116,7 @@ def by_shared_tokens(lengths: Sequence[int], prompts: Sequence[SharedPrompt], dp
     return min(cuts, key=lambda cut: _cost(cut, lengths, prompts))
 
 
-def tokens_of(rows: Sequence[int], lengths: Sequence[int], prompts: Sequence[SharedPrompt]) -> int:
+def shared_tokens(rows: Sequence[int], lengths: Sequence[int], prompts: Sequence[SharedPrompt]) -> int:
     """Tokens of a micro-batch of these rows, each prompt once."""
     once = {prompts[row].group: prompts[row].tokens for row in rows}
     return sum(lengths[row] - prompts[row].tokens for row in rows) + sum(once.values())
@@ -140,7 +140,7 @@ def _clusters(lengths: Sequence[int], prompts: Sequence[SharedPrompt], most: int
 def _of_clusters(clusters: Sequence[tuple[int, ...]], lengths: Sequence[int], prompts: Sequence[SharedPrompt],
                  room: int, dp: int) -> Cut:
     """Clusters packed and dealt as rows are."""
-    sizes = [tokens_of(rows, lengths, prompts) for rows in clusters]
+    sizes = [shared_tokens(rows, lengths, prompts) for rows in clusters]
     order = sorted(range(len(sizes)), key=lambda number: (-sizes[number], number))
     cut = _dealt(_packed(order, sizes, room, dp), sizes, dp)
     return tuple(tuple(tuple(sorted(row for number in numbers for row in clusters[number])) for numbers in replica)
@@ -149,7 +149,7 @@ def _of_clusters(clusters: Sequence[tuple[int, ...]], lengths: Sequence[int], pr
 
 def _cost(cut: Cut, lengths: Sequence[int], prompts: Sequence[SharedPrompt]) -> tuple[int, int]:
     """What a step takes: the tokens of the fullest replica; then how many micro-batches each has."""
-    filled = [sum(tokens_of(rows, lengths, prompts) for rows in replica) for replica in cut]
+    filled = [sum(shared_tokens(rows, lengths, prompts) for rows in replica) for replica in cut]
     return max(filled), len(cut[0])
 
 

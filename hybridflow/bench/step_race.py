@@ -147,7 +147,7 @@ def largest_difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, to
     if ours.keys() != theirs.keys():
         raise OtherGradientsError(f"{algorithm}: only one of the two trains "
                                   f"{', '.join(sorted(ours.keys() ^ theirs.keys()))}")
-    worst, samples = 0.0, case.ROWS * case.NEW_TOKENS
+    found, samples = [], case.ROWS * case.NEW_TOKENS
     for role in sorted({name.partition(".")[0] for name in ours}):
         mine, other = (torch.cat([grads[name].flatten().double() for name in sorted(grads) if name.startswith(role)])
                        for grads in (ours, theirs))
@@ -155,8 +155,8 @@ def largest_difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, to
             mine = mine * min(1.0, case.CLIP_GRAD_NORM / (mine.norm().item() + 1e-6))
         elif role == "policy":
             mine = mine * (1 - 1 / samples) ** 0.5
-        worst = max(worst, ((mine - other).norm() / other.norm()).item())
-    return worst
+        found.append((mine - other).norm() / other.norm())
+    return torch.stack(found).max().item()  # NaN where one is
 
 
 def work_of(algorithm: str, config: ModelConfig) -> case.Work:

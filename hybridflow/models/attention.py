@@ -34,6 +34,10 @@ class Attend(Protocol):
         """`q` `[tokens, heads, head_dim]`, `k` and `v` `[tokens, kv_heads, head_dim]` -> like `q` (heads of a rank)."""
 
 
+# What tokens see: by a function of queries, keys and values, or of the projections by `kernels.fused_attention`.
+Sight = Attend | Families
+
+
 class PackedCausal:
     """Attention of a training forward: each row of a packed micro-batch sees itself only.
 
@@ -61,18 +65,6 @@ class PackedCausal:
         flat = x if self.slots is None else to_slots(x, self.tokens, self.slots)
         # Views of one storage: where layouts are dropped and made again, the first call of attention makes them all.
         return (flat,) if len(self.rectangles) == 1 else flat.split([each.slots for each in self.rectangles])
-
-
-class FusedCausal:
-    """`attend` with a kernel that does the same from the projections on, rotation included, where no norm stands
-    between them.
-    """
-
-    def __init__(self, attend: Attend, families: Families) -> None:
-        self.attend, self.families = attend, families
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attend(layer, q, k, v)
 
 
 def _attend(rectangle: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -138,14 +130,15 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (
             RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None for _ in range(2))
 
-    def forward(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
-        return self.out(self.see(self.qkv(x), rope, attend))
+    def forward(self, x: Tensor, rope: RopeTables, sight: Sight) -> Tensor:
+        return self.out(self.see(self.qkv(x), rope, sight))
 
-    def see(self, qkv: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+    def see(self, qkv: Tensor, rope: RopeTables, sight: Sight) -> Tensor:
         """Projections `[tokens, (q + 2 kv) head_dim]` -> what each token sees `[tokens, q head_dim]`."""
         num_q, num_kv = self.heads.num_q, self.heads.num_kv
-        if isinstance(attend, FusedCausal) and self.q_norm is None:
-            return fused_attention(qkv, rope.cos, rope.signed_sin, attend.families, num_q, num_kv)
+        if isinstance(sight, Families):
+            assert self.q_norm is None, "a norm stands between projection and rotation"
+            return fused_attention(qkv, rope.cos, rope.signed_sin, sight, num_q, num_kv)
         qkv = qkv.unflatten(1, (-1, self.head_dim))  # [tokens, q + 2 kv, head_dim]
         qk, v = qkv.split([num_q + num_kv, num_kv], dim=1)
         if self.q_norm is None:
@@ -154,4 +147,4 @@ class Attention(nn.Module):
             q, k = qk.split([num_q, num_kv], dim=1)
             q = self.rotate(self.q_norm(q), rope.cos, rope.signed_sin)
             k = self.rotate(self.k_norm(k), rope.cos, rope.signed_sin)
-        return attend(self.layer, q, k, v).flatten(1)
+        return sight(self.layer, q, k, v).flatten(1)

@@ -17,28 +17,26 @@ from torch import Tensor
 from hybridflow.context import ContextCut, ContextPart
 from hybridflow.kernels.attention import causal_suffix_attention
 from hybridflow.kernels.fused_attention import Families
-from hybridflow.kernels.native_backward import has_kernels
 from hybridflow.micro_batch import MicroBatch
-from hybridflow.models.attention import Attend, FusedCausal, PackedCausal
+from hybridflow.models.attention import PackedCausal, Sight
 from hybridflow.models.branch_attention import BranchCausal
 from hybridflow.models.slots import from_slots, index_on
 from hybridflow.parallel.collectives import gather_tokens
 from hybridflow.parallel.mesh import AxisGroup
 
 
-def packed_attention(micro_batch: MicroBatch, cp: AxisGroup, dtype: torch.dtype, *, fused: bool = True) -> Attend:
-    """How a forward of `micro_batch` sees keys and values of `dtype`; it must have been cut for this rank of `cp`.
+def packed_attention(micro_batch: MicroBatch, cp: AxisGroup, *, fused: bool) -> Sight:
+    """How a forward of `micro_batch` sees keys and values; it must have been cut for this rank of `cp`.
 
-    `fused` is by one kernel where the device has one.
+    `fused` is by `kernels.fused_attention`, which takes projections as they are.
     """
     assert (micro_batch.part.size, micro_batch.part.index) == (cp.size, cp.index), (micro_batch.part, cp)
     device, lengths, branches = micro_batch.position_ids.device, micro_batch.lengths, micro_batch.branches
     if cp.size > 1:
         return ContextCausal(lengths, micro_batch.part, micro_batch.num_tokens, cp, device)
-    attend = BranchCausal(lengths, branches, device) if branches.lengths else PackedCausal(lengths, device)
-    if fused and has_kernels(torch.empty(0, dtype=dtype, device=device)):
-        return FusedCausal(attend, Families.of(lengths, branches.lengths, branches.roots))
-    return attend
+    if fused:
+        return Families.of(lengths, branches.lengths, branches.roots)
+    return BranchCausal(lengths, branches, device) if branches.lengths else PackedCausal(lengths, device)
 
 
 class ContextCausal:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridflow.kernels.invariant import InvariantProduct
+from hybridflow.kernels.native_backward import has_kernels
 from hybridflow.kernels.packed_weights import PackedWeights
 from hybridflow.micro_batch import MicroBatch
-from hybridflow.models.attention import Attend, Attention, ReplicatedKeyValue, RMSNorm
+from hybridflow.models.attention import Attention, ReplicatedKeyValue, RMSNorm, Sight
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.context_attention import packed_attention
 from hybridflow.models.grad_syncs import stage_grad_syncs
@@ -54,19 +55,19 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, **shared)
         self.recompute = Recompute.NONE
 
-    def forward(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rope: RopeTables, attend: Sight) -> Tensor:
         if self.recompute is Recompute.NONE or not torch.is_grad_enabled():
             return self._keeping_all(x, rope, attend)
         if self.recompute is Recompute.FULL:
             return checkpoint(self._keeping_all, x, rope, attend, use_reentrant=False, preserve_rng_state=False)
         return self._keeping_products(x, rope, attend)
 
-    def _keeping_all(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+    def _keeping_all(self, x: Tensor, rope: RopeTables, attend: Sight) -> Tensor:
         # In place: nobody else keeps the new term, and its gradient does not need it.
         x = self.attention(self.input_norm(x), rope, attend).add_(x)
         return self.mlp(self.post_norm(x)).add_(x)
 
-    def _keeping_products(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+    def _keeping_products(self, x: Tensor, rope: RopeTables, attend: Sight) -> Tensor:
         """The same with `Recompute.SELECTIVE`."""
         attention, mlp = self.attention, self.mlp
         qkv = _behind_norm(self.input_norm, attention.qkv, x)
@@ -179,7 +180,7 @@ class DecoderStage(nn.Module):
         """The matrix of the head, which is the embedding's where they are tied on this stage."""
         return self.embed.weight if self.head is None else self.head.weight
 
-    def forward_hidden(self, x: Tensor, position_ids: Tensor, attend: Attend, chunk: int | None = None) -> Tensor:
+    def forward_hidden(self, x: Tensor, position_ids: Tensor, attend: Sight, chunk: int | None = None) -> Tensor:
         """The layers of a chunk, and the final norm where it is the last.
 
         Args:
@@ -223,10 +224,16 @@ class DecoderStage(nn.Module):
             return self._log_probs(answers, micro_batch.targets, temperature, with_entropy)
         return self.values(answers)
 
-    def attend(self, micro_batch: MicroBatch) -> Attend:
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether one kernel goes from the projections to what tokens see, in a forward of a micro-batch."""
+        is_plain = self.cp.size == 1 and self.packed is None and not self.config.qk_norm
+        return is_plain and has_kernels(next(self.parameters()))
+
+    def attend(self, micro_batch: MicroBatch) -> Sight:
         """How the rows of a micro-batch see their keys and values."""
         if self.packed is None:
-            return packed_attention(micro_batch, self.cp, self.dtype)
+            return packed_attention(micro_batch, self.cp, fused=self.fuses_attention)
         assert not micro_batch.branches.lengths, "a cache of keys and values has whole rows"
         return InvariantCausal(micro_batch.lengths, micro_batch.position_ids.device)
 
