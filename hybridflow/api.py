@@ -16,6 +16,7 @@ from typing import Any
 from hybridflow.config.batch_math import BatchMath, layout_table
 from hybridflow.config.load import to_tree
 from hybridflow.config.reading import read_any
+from hybridflow.config.recipe import algorithm_line, with_recipe
 from hybridflow.config.schema import Config
 from hybridflow.config.words import ReduceDtype
 from hybridflow.data.columns import records_of_columns
@@ -47,7 +48,7 @@ def init_trainer(config: Config | Mapping[str, Any] | str | Path, data_loader: I
     Args:
         config: a `Config`, a path to a YAML file, a dict in our keys, or the nested dict of `config.article`.
         data_loader: batches of prompts for `Trainer.fit`; `train_step` takes any batch.
-        algorithm: "ppo" or "grpo"; None where the config names it.
+        algorithm: "ppo", "grpo" or another algorithm.name; None where the config names it.
         comm_hook: how gradient buckets are reduced over replicas (`parallel.comm_hook`; `DdpHook` takes simple hooks
             written for torch's DistributedDataParallel). None: as train.reduce_dtype says.
 
@@ -65,7 +66,7 @@ def init_trainer(config: Config | Mapping[str, Any] | str | Path, data_loader: I
     if comm_hook is not None and reading.config.train.reduce_dtype is not ReduceDtype.FP32:
         raise ValueError(f"train.reduce_dtype = {reading.config.train.reduce_dtype.value} has no effect with a "
                          "communication hook, which decides what travels: remove one of the two")
-    inputs = Inputs.read(reading.config)
+    inputs = Inputs.read(with_recipe(reading.config))
     return Trainer(World.from_env(reading.config.train.timeout_s), inputs, data_loader, reading.notes, comm_hook)
 
 
@@ -85,7 +86,7 @@ class Trainer:
         self.num_steps = self.num_prompts = 0
         self.asks_for_truth = config.reward.function is None and config.model.reward_model.path is None
         batches = BatchMath.of(config, world.size).line_of_any_batch()
-        for sentence in (*notes, batches, layout_table(config, world.size)):
+        for sentence in (*notes, algorithm_line(config), batches, layout_table(config, world.size)):
             self.view.say(sentence)
 
     def train_step(self, batch: PromptBatch) -> dict[str, float]:

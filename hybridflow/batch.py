@@ -84,9 +84,9 @@ class Batch:
         """For each row whether it has a score (NaN: its reward failed), or none has been computed."""
         return (True,) * self.num_rows if self.scores is None else tuple((~self.scores.isnan()).tolist())
 
-    def home_lengths(self, world: World) -> tuple[int, ...]:
-        """Response lengths of the rows at home on this rank."""
-        return tuple(self.response_lengths[row] for row in self.home[world.rank])
+    def home_lengths(self, rank: int) -> tuple[int, ...]:
+        """Response lengths of the rows at home on that rank."""
+        return tuple(self.response_lengths[row] for row in self.home[rank])
 
     def with_columns(self, **columns: Tensor) -> Batch:
         return replace(self, columns=self.columns.with_columns(**columns))
@@ -118,6 +118,45 @@ class Batch:
             what will be `[response tokens of my home rows, 1]`.
         """
         return send_rows(world, self.response_lengths, holders, self.home, values.unsqueeze(1))
+
+    def take(self, rank: int, rows: Sequence[int]) -> Batch:
+        """The batch of these rows alone, ascending, kept where they are, with their groups numbered anew; `rank` is
+        mine. Nothing moves.
+        """
+        place, mine = {row: new for new, row in enumerate(rows)}, self.home[rank]
+        kept = [here for here, row in enumerate(mine) if row in place]
+        starts = [0, *accumulate(self.response_lengths[row] for row in mine)]
+        index = torch.tensor([token for here in kept for token in range(starts[here], starts[here + 1])],
+                             dtype=torch.int64, device=self._device)
+        groups = {group: new for new, group in enumerate(dict.fromkeys(self.groups[row] for row in rows))}
+        return Batch(
+            tuple(self.prompt_lengths[row] for row in rows), tuple(self.response_lengths[row] for row in rows),
+            tuple(groups[self.groups[row]] for row in rows),
+            tuple(tuple(place[row] for row in held if row in place) for held in self.home),
+            tuple(self.samples[here] for here in kept), self.columns.select(index),
+            None if self.scores is None else self.scores[list(rows)])
+
+    @staticmethod
+    def joined(batches: Sequence[Batch]) -> Batch:
+        """One batch of all rows, those of the first batch first; columns are those that all have."""
+        starts = [0, *accumulate(batch.num_rows for batch in batches)]
+        firsts = [0, *accumulate(max(batch.groups, default=-1) + 1 for batch in batches)]
+        names = set.intersection(*(set(batch.columns.present()) for batch in batches))
+        scored = all(batch.scores is not None for batch in batches)
+        return Batch(
+            tuple(length for batch in batches for length in batch.prompt_lengths),
+            tuple(length for batch in batches for length in batch.response_lengths),
+            tuple(first + group for first, batch in zip(firsts, batches) for group in batch.groups),
+            tuple(tuple(start + row for start, batch in zip(starts, batches) for row in batch.home[rank])
+                  for rank in range(len(batches[0].home))),
+            tuple(sample for batch in batches for sample in batch.samples),
+            TokenColumns(**{name: torch.cat([batch.columns.present()[name] for batch in batches]) for name in names}),
+            torch.cat([batch.scores for batch in batches]) if scored else None)
+
+    @property
+    def _device(self) -> torch.device:
+        columns = self.columns.present()
+        return next(iter(columns.values())).device if columns else torch.device("cpu")
 
     def moved(self, world: World, home: RowsOfRank) -> Batch:
         """The same batch with its rows kept by other ranks. Collective."""

@@ -30,6 +30,9 @@ OTHERS_WAIT_S = 10.0
 HELP = {
     Command.TRAIN: "reinforcement learning: generate, score, train, again",
     Command.SFT: "supervised warm start on the answers of the data",
+    Command.DPO: "direct preference optimisation on pairs of answers",
+    Command.KTO: "Kahneman-Tversky optimisation on good and bad answers",
+    Command.REWARD_MODEL: "a reward model from pairs of answers",
     Command.GENERATE: "answer held-out prompts and print the answers, or answer those of a file",
     Command.EXPORT: "write the model in Hugging Face's format",
 }

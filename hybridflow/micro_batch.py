@@ -27,18 +27,23 @@ class TokenColumns:
     """Data of each response token, rows packed one after another: every field is `[targets]`, None where not computed.
 
     `weight` is the factor of the token's loss in the whole optimizer batch (see `algorithms.reduction`); the others
-    are log-probabilities, advantages, returns and values in the units of their algorithm, and `loss_mask` says which
-    tokens are trained (1.0) or not (0.0).
+    are log-probabilities, advantages, returns and values in the units of their algorithm, `versions` those of the
+    weights under which tokens were drawn, and `loss_mask` says which tokens are trained (1.0) or not (0.0).
+    `row_reference` and `row_label` are fp64 numbers of a whole row, the same on each of its targets: the reference's
+    log-prob of the response, and what the data says of it (see `algorithms.preference`).
     """
 
     weight: Tensor | None = None
     loss_mask: Tensor | None = None
     rollout_log_probs: Tensor | None = None
+    versions: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     old_values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    row_reference: Tensor | None = None
+    row_label: Tensor | None = None
 
     def select(self, index: Tensor) -> TokenColumns:
         """The columns at `index` [n] into the targets."""
@@ -135,13 +140,16 @@ class MicroBatch:
         return cls._packed(layout, index, targets, rows, columns, device, multiple_of, cp)
 
     @classmethod
-    def pack_last_tokens(cls, samples: Sequence[Sample], *, device: torch.device, multiple_of: int = 1,
-                         cp: ContextPart = WHOLE, share_prompts: bool = False) -> MicroBatch:
-        """Pack `samples` with one target a row, read at its last token: what a score head answers."""
+    def pack_last_tokens(cls, samples: Sequence[Sample], columns: TokenColumns = TokenColumns(), *,
+                         device: torch.device, multiple_of: int = 1, cp: ContextPart = WHOLE,
+                         share_prompts: bool = False) -> MicroBatch:
+        """Pack `samples` with one target a row, read at its last token: what a score head answers. `columns` are
+        `[samples]`.
+        """
         layout = PackedRows.of(samples, share_prompts=share_prompts)
         ends = [layout.place(row, sample.length - 1) for row, sample in enumerate(samples)]
         targets = [(*sample.prompt, *sample.response)[-1] for sample in samples]
-        return cls._packed(layout, ends, targets, list(range(len(samples))), TokenColumns(), device, multiple_of, cp)
+        return cls._packed(layout, ends, targets, list(range(len(samples))), columns, device, multiple_of, cp)
 
     @classmethod
     def _packed(cls, layout: PackedRows, target_index: list[int], targets: list[int], rows: list[int],

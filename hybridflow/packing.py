@@ -1,5 +1,7 @@
 """How the rows of a role's batch are cut over replicas and micro-batches: by number of rows, or by a budget of tokens.
 
+Rows that a loss compares with each other, such as the two of a pair, are a unit and stay together.
+
 Pure Python and deterministic: every rank works out the whole cut alone, from the lengths of all rows. It moves nothing,
 and the optimizer step does not depend on it (weights of tokens are those of the whole batch).
 """
@@ -35,28 +37,38 @@ class MicroBatching:
             raise ValueError(f"micro-batches of rows {self.rows} and tokens {self.tokens}: give one of the two")
 
     def __str__(self) -> str:
+        return self.counted("row")
+
+    def counted(self, unit: str) -> str:
+        """Example: `MicroBatching(rows=8).counted("pair") == "8 pairs"`."""
         if self.tokens is not None:
             return f"{self.tokens} tokens"
-        return "1 row" if self.rows == 1 else f"{self.rows} rows"
+        return f"1 {unit}" if self.rows == 1 else f"{self.rows} {unit}s"
 
-    def cut(self, lengths: Sequence[int], dp: int, multiple_of: int = 1,
+    def cut(self, lengths: Sequence[int], dp: int, multiple_of: int = 1, together: int = 1,
             prompts: Sequence[SharedPrompt] | None = None) -> Cut:
         """The cut of rows 0, 1, .. of these lengths (tokens) over `dp` replicas.
 
         Args:
             multiple_of: what the tokens of a micro-batch are padded to a multiple of.
+            together: so many consecutive rows are a unit, which no cut parts; `rows` then counts units. Example: rows
+                0 to 5 with `together` 2 are three pairs, cut by `MicroBatching(rows=2)` into rows 0 1 2 3 and 4 5.
             prompts: of the rows, where those with the same one in a micro-batch have its tokens once; None: each row
-                has its own. Cut by number of rows, rows stay in their order whatever they share.
+                has its own, or they are units. Cut by number of rows, rows stay in their order whatever they share.
 
         Raises:
-            ValueError: a row is longer than the budget.
+            ValueError: a row (or unit) is longer than the budget.
         """
+        assert len(lengths) % together == 0, (len(lengths), together)
+        units = [sum(lengths[start:start + together]) for start in range(0, len(lengths), together)]
         if self.tokens is None:
             assert self.rows is not None
-            return by_rows(range(len(lengths)), dp, self.rows)
-        if prompts is None:
-            return by_tokens(lengths, dp, self.tokens, multiple_of)
-        return by_shared_tokens(lengths, prompts, dp, self.tokens, multiple_of)
+            cut = by_rows(range(len(units)), dp, self.rows)
+        else:
+            if prompts is not None and together == 1:
+                return by_shared_tokens(lengths, prompts, dp, self.tokens, multiple_of)
+            cut = by_tokens(units, dp, self.tokens, multiple_of, "row" if together == 1 else f"unit of {together} rows")
+        return cut if together == 1 else _rows_of_units(cut, together)
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,13 @@ def split_rows(rows: Sequence[int], parts: int) -> list[tuple[int, ...]]:
     return [tuple(rows[start:end]) for start, end in zip([0, *ends], ends)]
 
 
-def by_tokens(lengths: Sequence[int], dp: int, budget: int, multiple_of: int = 1) -> Cut:
+def _rows_of_units(cut: Cut, together: int) -> Cut:
+    """The rows of a cut of units. Example: unit 1 of 2 rows has rows 2 and 3."""
+    return tuple(tuple(tuple(unit * together + place for unit in units for place in range(together))
+                       for units in replica) for replica in cut)
+
+
+def by_tokens(lengths: Sequence[int], dp: int, budget: int, multiple_of: int = 1, noun: str = "row") -> Cut:
     """Micro-batches of at most `budget` tokens with their padding; as many on each replica, some of them empty.
 
     As few as two greedy packings find (longest row first, to the emptiest micro-batch or to the fullest that has room;
@@ -94,7 +112,7 @@ def by_tokens(lengths: Sequence[int], dp: int, budget: int, multiple_of: int = 1
     Raises:
         ValueError: a row is longer than the budget.
     """
-    room = _room(lengths, budget, multiple_of)
+    room = _room(lengths, budget, multiple_of, noun)
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     return _dealt(_packed(order, lengths, room, dp), lengths, dp)
 
@@ -153,7 +171,7 @@ def _cost(cut: Cut, lengths: Sequence[int], prompts: Sequence[SharedPrompt]) -> 
     return max(filled), len(cut[0])
 
 
-def _room(lengths: Sequence[int], budget: int, multiple_of: int) -> int:
+def _room(lengths: Sequence[int], budget: int, multiple_of: int, noun: str = "row") -> int:
     """What can be filled of a budget.
 
     Raises:
@@ -163,7 +181,7 @@ def _room(lengths: Sequence[int], budget: int, multiple_of: int) -> int:
     for row, length in enumerate(lengths):
         if length > room:
             usable = f", of which {room} is a multiple of {multiple_of}" if room != budget else ""
-            raise ValueError(f"row {row} has {length} tokens, more than train.micro_batch_tokens {budget} can hold"
+            raise ValueError(f"{noun} {row} has {length} tokens, more than train.micro_batch_tokens {budget} can hold"
                              f"{usable} (when rows are scored: train.forward_micro_batch_tokens, where given)")
     return room
 

@@ -52,6 +52,12 @@ class TargetRows:
         kept = (mask != 0).to(x.dtype)
         return self.sums(torch.where(mask != 0, x, 0.0)) / self.sums(kept).clamp(min=1.0)
 
+    def of_rows(self, x: Tensor) -> Tensor:
+        """`[rows]`: of x `[targets]`, which is the same on all targets of a row, that number; 0 where a row has none.
+        Sums as wide as `x` has rounding in them, so that numbers to be kept are fp64.
+        """
+        return self.means(x, torch.ones_like(x))
+
     def to_targets(self, row_values: Tensor) -> Tensor:
         """`[targets]`: each row's value of row_values `[rows]` on all of its targets that are here. Differentiable."""
         return row_values[self.index]

@@ -42,6 +42,10 @@ class Coord:
     pp: int = 0
     cp: int = 0
 
+    def words(self) -> str:
+        """Example: "tp 0, cp 0, dp 1, pp 0"."""
+        return f"tp {self.tp}, cp {self.cp}, dp {self.dp}, pp {self.pp}"
+
 
 @dataclass(frozen=True)
 class Grid:

@@ -16,7 +16,7 @@ from hybridflow.parallel.collectives import Pending
 from hybridflow.parallel.comm_hook import CommHook, GradBucket, plain
 from hybridflow.parallel.world import World
 from hybridflow.trainer.build import Builder
-from hybridflow.trainer.export import export_actor
+from hybridflow.trainer.export import export_role
 from hybridflow.trainer.inputs import Inputs
 from tests.ranks import run_ranks
 from tests.trainer.runs import make_tokenizer, tiny_config
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     config = tiny_config(make_tokenizer(folder / "tokenizer"), folder, ("train.mixed_precision=no",))
     inputs = Inputs.read(config, scores=False)
-    export_actor(folder / "export", Builder(inputs, World.single(), Trace()).actor(1, 1.0).engine, inputs.tokenizer)
+    export_role(folder / "export", Builder(inputs, World.single(), Trace()).actor(1, 1.0), inputs.tokenizer)
     return folder / "export"
 
 

@@ -67,6 +67,32 @@ def test_a_role_fetches_rows_and_brings_its_answer_home():
     run_ranks(4, check_fetch)
 
 
+def check_take_and_join(world: World) -> None:
+    home = ((0, 1), (2,), (), (3,))
+    lengths = (1, 3, 0, 2)
+    mine = home[world.rank]
+    columns = TokenColumns(advantages=torch.tensor([10.0 * row + i for row in mine for i in range(lengths[row])]))
+    samples = tuple(Sample((row,), tuple(range(lengths[row]))) for row in mine)
+    batch = Batch((1,) * 4, lengths, (0, 0, 1, 1), home, samples, columns, torch.arange(4.0))
+    some = batch.take(world.rank, (1, 2, 3))
+    assert (some.response_lengths, some.groups, some.scores.tolist()) == ((3, 0, 2), (0, 1, 1), [1.0, 2.0, 3.0])
+    assert some.home == ((0,), (1,), (), (2,))
+    assert [sample.prompt[0] for sample in some.samples] == [row for row in mine if row]
+    assert some.columns.advantages.tolist() == [10.0 * row + i for row in mine if row for i in range(lengths[row])]
+    both = Batch.joined([some, batch])
+    assert both.groups == (0, 1, 1, 2, 2, 3, 3) and both.home == ((0, 3, 4), (1, 5), (), (2, 6))
+    assert both.samples == some.samples + batch.samples
+    assert both.columns.advantages.tolist() == [*some.columns.advantages.tolist(), *columns.advantages.tolist()]
+    rows = both.fetch(world, (tuple(range(7)),) * 4)
+    assert [sample.prompt[0] for sample in rows.samples] == [1, 2, 3, 0, 1, 2, 3]
+    assert rows.columns.advantages.tolist() == [10.0 * row + i for row in (1, 2, 3, 0, 1, 2, 3)
+                                                for i in range(lengths[row])]
+
+
+def test_rows_are_taken_out_and_batches_joined_where_they_are():
+    run_ranks(4, check_take_and_join)
+
+
 def test_packing_predicts_each_response_token_from_the_position_before_it():
     device = torch.device("cpu")
     packed = MicroBatch.pack([Sample((5, 6), (7, 8, 9)), Sample((1,), (2,))], device=device, multiple_of=4)

@@ -118,7 +118,7 @@ def test_micro_batches_are_of_rows_or_of_tokens():
 
 def shared_cut(lengths, groups, prompt, dp, budget, multiple_of=1):
     prompts = [SharedPrompt(group, prompt) for group in groups]
-    cut = MicroBatching(tokens=budget).cut(lengths, dp, multiple_of, prompts)
+    cut = MicroBatching(tokens=budget).cut(lengths, dp, multiple_of, prompts=prompts)
     filled = [[shared_tokens(rows, lengths, prompts) for rows in replica] for replica in cut]
     assert sorted(row for replica in cut for rows in replica for row in rows) == list(range(len(lengths)))
     assert len({len(replica) for replica in cut}) == 1
@@ -158,3 +158,25 @@ def test_shared_prompts_take_no_more_than_prompts_of_their_own():
 def test_a_row_longer_than_the_budget_is_named_where_prompts_are_shared():
     with pytest.raises(ValueError, match="row 1 has 9 tokens, more than train.micro_batch_tokens 8"):
         shared_cut([5, 9], [0, 0], 4, dp=1, budget=8)
+
+
+# --- units of rows ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("at_once", [MicroBatching(rows=1), MicroBatching(rows=3), MicroBatching(tokens=2000)])
+@pytest.mark.parametrize(("pairs", "dp"), [(7, 4), (3, 4), (0, 2), (20, 3)])
+def test_no_cut_parts_the_rows_of_a_unit(at_once: MicroBatching, pairs: int, dp: int):
+    lengths = draw("tail", 2 * pairs, seed=pairs)
+    cut = at_once.cut(lengths, dp, together=2)
+    rows = [row for replica in cut for micro_batch in replica for row in micro_batch]
+    assert sorted(rows) == list(range(2 * pairs)) and len(cut) == dp
+    for micro_batch in (rows for replica in cut for rows in replica):
+        assert all(micro_batch[i + 1] == micro_batch[i] + 1 and micro_batch[i] % 2 == 0
+                   for i in range(0, len(micro_batch), 2))
+        assert at_once.rows is None or len(micro_batch) <= 2 * at_once.rows
+        assert at_once.tokens is None or sum(lengths[row] for row in micro_batch) <= at_once.tokens
+
+
+def test_a_unit_beyond_the_budget_is_named():
+    with pytest.raises(ValueError, match="unit of 2 rows 1 has 9 tokens"):
+        MicroBatching(tokens=8).cut([3, 5, 8, 1], 2, together=2)
+    assert MicroBatching(rows=1).counted("pair") == "1 pair" and MicroBatching(tokens=9).counted("pair") == "9 tokens"

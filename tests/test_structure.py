@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.algorithms.dpo import DpoLoss
 from hybridflow.algorithms.kl import KlEstimator
 from hybridflow.algorithms.reduction import LossReduction
 from hybridflow.config import words
+from hybridflow.data.preference_pairs import WrongAnswer
 from hybridflow.data.token_rows import Overlong
 from hybridflow.models.config import Family
 from hybridflow.parallel.optimizer import Decay
@@ -62,7 +64,8 @@ def test_only_the_edge_reads_the_config():
 def test_the_words_of_a_config_are_those_of_what_they_choose():
     for word, chosen in ((words.Decay, Decay), (words.KLEstimatorName, KlEstimator), (words.ScheduleName, ScheduleKind),
                          (words.LossReduction, LossReduction), (words.Overlong, Overlong), (words.ModelFamily, Family),
-                         (words.GymScoring, ReasoningScoring)):
+                         (words.GymScoring, ReasoningScoring), (words.PreferenceLoss, DpoLoss),
+                         (words.RejectedAnswer, WrongAnswer)):
         assert {item.value for item in word} == {item.value for item in chosen}, word
 
 

@@ -1,83 +1,120 @@
-"""Advantages: GAE for a critic, group-relative for GRPO, and whitening by global moments.
+"""What every advantage estimator is given and gives back, and whitening by global moments.
 
-Takes rewards, values and row lengths; never a model. Nothing here carries a gradient: inputs are detached by contract
-(they come from forward passes without autograd).
+The estimators are one file an algorithm beside this one; `registry` lists them. Nothing here knows a model, a process
+group or a config, and nothing carries a gradient: inputs come from forward passes without autograd.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.ragged import check_lengths, discounted_suffix_sum, next_in_row
+from hybridflow.algorithms.ragged import check_lengths, to_tokens, trained_places
+
+Total = Callable[[Tensor], Tensor]
 
 
-def gae(
-    rewards: Tensor, values: Tensor, lengths: tuple[int, ...], *, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 11-16) on packed rows.
+def of_one_process(x: Tensor) -> Tensor:
+    """The total over ranks where there is one."""
+    return x
 
-    delta_t = r_t + gamma V_{t+1} - V_t and A_t = sum_k (gamma lam)^k delta_{t+k}, with V = 0 after the last token of a
-    row: a response is a finished episode, whether it stopped or ran out of length.
 
-    Args:
-        rewards, values: `[tokens]`, rows packed one after another.
-        lengths: tokens of each row; 0 is allowed.
+@dataclass(frozen=True)
+class AdvantageOptions:
+    """Numbers that estimators may read. Example: `AdvantageOptions(gamma=1.0, lam=0.95)`.
+
+    Attributes:
         gamma, lam: discount and trace decay, each in [0, 1].
-
-    Returns:
-        (advantages, returns), both `[tokens]`, with returns = advantages + values.
-
-    Raises:
-        ValueError: a tensor does not fit the lengths, or gamma or lam is outside [0, 1].
+        std_normalise: divide a group's advantages by the deviation of its rewards.
+        multiplier: lambda of Safe-RLHF in this step, at least 0.
     """
-    check_lengths(rewards, lengths, "rewards")
-    check_lengths(values, lengths, "values")
-    for name, factor in (("gamma", gamma), ("lam", lam)):
-        if not 0.0 <= factor <= 1.0:
-            raise ValueError(f"{name} is {factor}; a discount lies in [0, 1], for example 1.0")
-    deltas = rewards + gamma * next_in_row(values, lengths) - values
-    advantages = discounted_suffix_sum(deltas, lengths, gamma * lam)
-    return advantages, advantages + values
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    std_normalise: bool = True
+    multiplier: float = 0.0
 
 
-def grpo(row_rewards: Tensor, group_ids: Tensor, *, normalise_by_std: bool, eps: float = 1e-6) -> Tensor:
-    """Group-relative advantages (GRPO, DeepSeekMath, arXiv:2402.03300, section 4.1.2).
+@dataclass(frozen=True)
+class Rewarded:
+    """Responses with their rewards. Row data is that of ALL rows of the batch, on every rank; token data that of my
+    rows, packed one after another.
 
-    A_i = (r_i - mean of its group) / (standard deviation of its group + eps), the deviation with n - 1 in the
-    denominator; without `normalise_by_std` only the mean is taken off (Dr. GRPO, arXiv:2503.20783). A group whose
-    rewards are all equal, hence also a group of one, says nothing: exactly 0.
+    Attributes:
+        row_rewards: `[rows]` fp64, the score less the row's KL penalty where one is charged; NaN where the reward
+            failed: such a row is not trained and counts in no mean.
+        groups: `[rows]` int64, equal for the responses to one prompt. Groups are complete.
+        mine: which rows' tokens are here, in the order of the tokens.
+        lengths: response tokens of each of my rows; 0 is allowed.
+        mask: `[tokens]` 1.0 where a token is trained. Other tokens (of failed rows, or that the policy did not sample)
+            are in no sum, and chains over time go on at the next trained token.
+        token_rewards: `[tokens]` KL penalties at their tokens, and the score at each row's last trained token.
+        values: `[tokens]` of the critic; None without one.
+        baselines: `[rows]` fp64, the reward of the greedy answer to the row's prompt (ReMax); None without.
+        cost: the same rows as a cost model judges them, with the cost critic's values (Safe-RLHF); None without.
+        total: adds a tensor up over all ranks, for statistics over the tokens of the whole batch. Collective.
 
-    Args:
-        row_rewards: `[rows]`, one reward a response.
-        group_ids: `[rows]` int64, equal for the responses to one prompt; any values, in any order. A group must be
-            complete in one call.
-        normalise_by_std: divide by the deviation of the group.
-        eps: added to the deviation, in units of the reward.
-
-    Returns:
-        `[rows]` advantages, to be put on every token of the row (`ragged.to_tokens`).
-
-    Raises:
-        ValueError: the shapes differ.
+    Example: two answers of 2 and 1 tokens to one prompt, of which this rank has the second, are
+    `Rewarded(row_rewards=[1, 0], groups=[0, 0], mine=(1,), lengths=(1,), mask=[1], token_rewards=[0])` as tensors.
     """
-    if row_rewards.shape != group_ids.shape or row_rewards.dim() != 1:
-        raise ValueError(
-            f"rewards {tuple(row_rewards.shape)} and group ids {tuple(group_ids.shape)} must both be [rows]"
-        )
-    _, group = torch.unique(group_ids, return_inverse=True)  # [rows], 0 .. groups-1
-    num_groups = int(group.max()) + 1 if len(group) else 0
-    zeros = row_rewards.new_zeros(num_groups)
-    count = zeros.index_add(0, group, torch.ones_like(row_rewards))
-    centred = row_rewards - (zeros.index_add(0, group, row_rewards) / count)[group]
-    lowest = zeros.scatter_reduce(0, group, row_rewards, "amin", include_self=False)
-    highest = zeros.scatter_reduce(0, group, row_rewards, "amax", include_self=False)
-    # Equal rewards differ from their mean by rounding, which dividing by a deviation of rounding would blow up.
-    centred = torch.where((lowest == highest)[group], 0.0, centred)
-    if not normalise_by_std:
-        return centred
-    variance = zeros.index_add(0, group, centred.square()) / (count - 1).clamp(min=1)
-    return centred / (variance.sqrt()[group] + eps)
+
+    row_rewards: Tensor
+    groups: Tensor
+    mine: tuple[int, ...]
+    lengths: tuple[int, ...]
+    mask: Tensor
+    token_rewards: Tensor
+    values: Tensor | None = None
+    baselines: Tensor | None = None
+    cost: Rewarded | None = None
+    total: Total = of_one_process
+
+    def on_tokens(self, row_values: Tensor) -> Tensor:
+        """`[tokens]`: each row's value of row_values `[rows]` on its trained tokens that are here, 0 on the others."""
+        mine = row_values[list(self.mine)].to(self.token_rewards.dtype)
+        return torch.where(self.mask != 0, to_tokens(mine, self.lengths), 0.0)
+
+    def chained(self, *columns: Tensor) -> tuple[tuple[int, ...], list[Tensor]]:
+        """Columns `[tokens]` as if there were only trained tokens: (the number of these in each row, the columns)."""
+        for column in columns:
+            check_lengths(column, self.lengths, "a column")
+        places, lengths = trained_places(self.mask, self.lengths)
+        return lengths, [column[places] for column in columns]
+
+    def unchained(self, column: Tensor) -> Tensor:
+        """`[tokens]`: a column of trained tokens in its places again, 0 on the other tokens."""
+        places, _ = trained_places(self.mask, self.lengths)
+        return torch.zeros_like(self.mask, dtype=column.dtype).index_copy(0, places, column)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What an estimator says of my tokens.
+
+    Attributes:
+        advantages: `[tokens]`, 0 where a token is not trained.
+        returns: `[tokens]` that the critic is trained towards; None without a critic.
+        cost_returns: `[tokens]` for the cost critic (Safe-RLHF); None without one.
+    """
+
+    advantages: Tensor
+    returns: Tensor | None = None
+    cost_returns: Tensor | None = None
+
+
+Estimator = Callable[[Rewarded, AdvantageOptions], Estimate]
+RowFormula = Callable[[Tensor, Tensor], Tensor]
+
+
+def over_scored_rows(rewarded: Rewarded, formula: RowFormula) -> Estimate:
+    """One number a row, on all of its trained tokens: `formula(rewards, groups)` of the rows that have a reward."""
+    known = ~rewarded.row_rewards.isnan()
+    rows = torch.zeros_like(rewarded.row_rewards)
+    rows[known] = formula(rewarded.row_rewards[known], rewarded.groups[known])
+    return Estimate(rewarded.on_tokens(rows))
 
 
 def moment_sums(x: Tensor, mask: Tensor) -> Tensor:

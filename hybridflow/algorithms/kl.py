@@ -1,4 +1,4 @@
-"""Divergence from a reference policy: the estimators k1, k2, k3, the penalty in the reward, and the coefficient.
+"""Divergence from a reference policy: the estimators k1, k2, k3, and the coefficient of its penalty.
 
 All are estimates of KL(policy || reference) from tokens sampled by the policy, in nats per token. Never runs a model.
 """
@@ -43,13 +43,6 @@ def kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator) -> Tens
     if estimator is KlEstimator.K2:
         return 0.5 * d.square()
     return torch.expm1(-d) + d  # expm1: for small d, exp(-d) - 1 would lose the digits that matter
-
-
-def penalised_rewards(
-    rewards: Tensor, log_probs: Tensor, ref_log_probs: Tensor, *, coef: float, estimator: KlEstimator
-) -> Tensor:
-    """`[tokens]`: rewards - coef * kl, without gradient (Ziegler et al. 2019, arXiv:1909.08593, eq. 2; k1 there)."""
-    return rewards - coef * kl(log_probs, ref_log_probs, estimator).detach()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Losses on target tokens: clipped policy, clipped value, KL, entropy, supervised; and the metrics that come with them.
+"""Losses on target tokens that algorithms share: clipped value, KL, entropy, supervised; and the metrics of all losses.
 
 Every loss is `(weight * token_loss).sum()` with `columns.weight` from `reduction`, and every metric is a sum in fp64:
 micro-batches and data-parallel ranks add up, and `finish_metrics` makes the totals readable. No loss divides by what it
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.kl import KlEstimator, bounded_log_ratio, kl
+from hybridflow.algorithms.kl import KlEstimator, kl
 from hybridflow.micro_batch import TokenColumns
 
 Sums = dict[str, Tensor]
@@ -23,10 +23,12 @@ WEIGHT = "weight"
 # metrics are parts of the loss and stay as they are.
 AVERAGES = frozenset({
     "ratio", "clip_fraction", "dual_clip_fraction", "approx_kl", "entropy", "kl", "rollout_gap",
-    "value", "value_error", "value_clip_fraction", "return", "nll",
+    "value", "value_error", "value_clip_fraction", "return", "nll", "correction_weight", "correction_fraction",
 })  # fmt: skip
 # Only inputs of the explained variance.
 _MOMENTS = ("return_squared", "residual", "residual_squared")
+# Number, sum and sum of squares of importance weights: only inputs of the effective sample size.
+IMPORTANCE = ("importance_count", "importance_sum", "importance_squares")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Clip:
     """Bounds of the policy ratio. Example: `Clip(low=0.2, high=0.28)` lets the ratio act within [0.8, 1.28].
 
     Attributes:
-        low, high: distance of the bounds from 1, below and above; low in [0, 1), high at least 0.
+        low, high: distance of the bounds from 1, below and above; low in [0, 1] (1: no lower bound), high at least 0.
         dual: bound c > 1 of the ratio where the advantage is negative (Ye et al. 2020), None without.
 
     Raises:
@@ -46,53 +48,12 @@ class Clip:
     dual: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.low < 1.0:
-            raise ValueError(f"clip low is {self.low}; it must lie in [0, 1), for example 0.2")
+        if not 0.0 <= self.low <= 1.0:
+            raise ValueError(f"clip low is {self.low}; it must lie in [0, 1], for example 0.2")
         if not self.high >= 0.0:
             raise ValueError(f"clip high is {self.high}; it must be at least 0, for example 0.2")
         if self.dual is not None and not self.dual > 1.0:
             raise ValueError(f"clip dual is {self.dual}; it must be null or exceed 1, for example 3.0")
-
-
-def policy_loss(log_probs: Tensor, columns: TokenColumns, clip: Clip) -> tuple[Tensor, Sums]:
-    """The clipped surrogate (PPO, Schulman et al. 2017, arXiv:1707.06347, eq. 7), negated, to be minimised.
-
-    max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(log_probs - old); where A < 0 and `clip.dual` = c, at most
-    -A c (dual clip, Ye et al. 2020, arXiv:1912.09729, eq. 5). Different low and high: DAPO, arXiv:2503.14476, eq. 10.
-
-    Args:
-        log_probs: `[targets]` of the policy in training, in nats.
-        columns: weight, advantages; old_log_probs, None where the policy has not changed since the rollout (one
-            optimizer step a rollout): then old is log_probs itself and r is exactly 1, with its gradient.
-        clip: the bounds.
-
-    Returns:
-        (loss scalar, sums): policy_loss, ratio, clip_fraction (tokens whose clipped term is the larger),
-        dual_clip_fraction, approx_kl (k3 of old to new policy, nats) and, if there are rollout_log_probs,
-        rollout_gap (mean absolute difference of old and rollout, nats).
-    """
-    weight, advantages = _given(columns.weight, "weight"), _given(columns.advantages, "advantages")
-    old = log_probs.detach() if columns.old_log_probs is None else columns.old_log_probs
-    log_ratio = bounded_log_ratio(log_probs, old)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high)
-    token_loss = torch.maximum(unclipped, clipped)
-    sums = {"clip_fraction": _sum(weight, clipped > unclipped)}
-    if clip.dual is not None:
-        worst = torch.where(advantages < 0, -advantages * clip.dual, torch.inf)
-        sums["dual_clip_fraction"] = _sum(weight, token_loss > worst)
-        token_loss = torch.minimum(token_loss, worst)
-    loss = (weight * token_loss).sum()
-    sums |= {
-        WEIGHT: _sum(weight, torch.ones_like(weight)),
-        "policy_loss": loss.detach().double(),
-        "ratio": _sum(weight, ratio),
-        "approx_kl": _sum(weight, kl(old, log_probs, KlEstimator.K3)),
-    }
-    if columns.rollout_log_probs is not None:
-        sums["rollout_gap"] = _sum(weight, (old - columns.rollout_log_probs).abs())
-    return loss, sums
 
 
 def value_loss(values: Tensor, columns: TokenColumns, value_clip: float | None) -> tuple[Tensor, Sums]:
@@ -110,26 +71,27 @@ def value_loss(values: Tensor, columns: TokenColumns, value_clip: float | None) 
         (loss scalar, sums): value_loss, value and return (means), value_error (mean of (v - R)^2),
         value_clip_fraction, and what `finish_metrics` needs for explained_variance.
     """
-    weight, returns = _given(columns.weight, "weight"), _given(columns.returns, "returns")
+    weight, returns = given(columns.weight, "weight"), given(columns.returns, "returns")
     residual = values - returns
     error = residual.square()
     sums: Sums = {}
     token_loss = error
     if value_clip is not None:
-        old = _given(columns.old_values, "old_values")
+        old = given(columns.old_values, "old_values")
         clipped_error = (old + (values - old).clamp(-value_clip, value_clip) - returns).square()
-        sums["value_clip_fraction"] = _sum(weight, (clipped_error > error) & ((values - old).abs() > value_clip))
+        clipped = (clipped_error > error) & ((values - old).abs() > value_clip)
+        sums["value_clip_fraction"] = weighted_sum(weight, clipped)
         token_loss = torch.maximum(error, clipped_error)
     loss = 0.5 * (weight * token_loss).sum()
     sums |= {
-        WEIGHT: _sum(weight, torch.ones_like(weight)),
+        WEIGHT: weighted_sum(weight, torch.ones_like(weight)),
         "value_loss": loss.detach().double(),
-        "value": _sum(weight, values),
-        "value_error": _sum(weight, error),
-        "return": _sum(weight, returns),
-        "return_squared": _sum(weight, returns.double().square()),
-        "residual": _sum(weight, residual),
-        "residual_squared": _sum(weight, residual.double().square()),
+        "value": weighted_sum(weight, values),
+        "value_error": weighted_sum(weight, error),
+        "return": weighted_sum(weight, returns),
+        "return_squared": weighted_sum(weight, returns.double().square()),
+        "residual": weighted_sum(weight, residual),
+        "residual_squared": weighted_sum(weight, residual.double().square()),
     }
     return loss, sums
 
@@ -139,13 +101,13 @@ def kl_loss(log_probs: Tensor, columns: TokenColumns, estimator: KlEstimator) ->
 
     `columns` has weight and ref_log_probs. Returns (loss scalar in nats, sums): kl_loss, and kl (mean over tokens).
     """
-    weight, reference = _given(columns.weight, "weight"), _given(columns.ref_log_probs, "ref_log_probs")
+    weight, reference = given(columns.weight, "weight"), given(columns.ref_log_probs, "ref_log_probs")
     divergence = kl(log_probs, reference, estimator)
     loss = (weight * divergence).sum()
     return loss, {
-        WEIGHT: _sum(weight, torch.ones_like(weight)),
+        WEIGHT: weighted_sum(weight, torch.ones_like(weight)),
         "kl_loss": loss.detach().double(),
-        "kl": _sum(weight, divergence),
+        "kl": weighted_sum(weight, divergence),
     }
 
 
@@ -154,10 +116,10 @@ def entropy_bonus(entropy: Tensor, columns: TokenColumns) -> tuple[Tensor, Sums]
 
     `columns` has weight. Returns (loss scalar, sums): entropy (mean).
     """
-    weight = _given(columns.weight, "weight")
+    weight = given(columns.weight, "weight")
     return -(weight * entropy).sum(), {
-        WEIGHT: _sum(weight, torch.ones_like(weight)),
-        "entropy": _sum(weight, entropy),
+        WEIGHT: weighted_sum(weight, torch.ones_like(weight)),
+        "entropy": weighted_sum(weight, entropy),
     }
 
 
@@ -166,12 +128,12 @@ def supervised_loss(log_probs: Tensor, columns: TokenColumns) -> tuple[Tensor, S
 
     `columns` has weight. Returns (loss scalar, sums): supervised_loss, nll (mean).
     """
-    weight = _given(columns.weight, "weight")
+    weight = given(columns.weight, "weight")
     loss = -(weight * log_probs).sum()
     return loss, {
-        WEIGHT: _sum(weight, torch.ones_like(weight)),
+        WEIGHT: weighted_sum(weight, torch.ones_like(weight)),
         "supervised_loss": loss.detach().double(),
-        "nll": _sum(weight, -log_probs),
+        "nll": weighted_sum(weight, -log_probs),
     }
 
 
@@ -180,6 +142,7 @@ def finish_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
 
     Parts of the loss stay as they are; averages are divided by the sum of the weights (0 where nothing was trained);
     explained_variance = 1 - Var(return - value) / Var(return), absent where the return does not vary.
+    correction_ess = (sum of weights)^2 / (number * sum of their squares), 0 where all weights are 0.
     """
     totals = {name: float(value) for name, value in sums.items()}
     weight = totals.pop(WEIGHT)
@@ -192,15 +155,23 @@ def finish_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
         of_residuals = average["residual_squared"] - average["residual"] ** 2
         if of_returns > 1e-12 * average["return_squared"]:  # the difference of two equal sums is rounding, not variance
             finished["explained_variance"] = 1.0 - of_residuals / of_returns
+    if IMPORTANCE[0] in totals:
+        count, total, squares = (finished.pop(name) for name in IMPORTANCE)
+        finished["correction_ess"] = total * total / (count * squares) if squares else 0.0
     return finished
 
 
-def _sum(weight: Tensor, x: Tensor) -> Tensor:
-    """A metric: the weighted sum in fp64, without gradient."""
+def weighted_sum(weight: Tensor, x: Tensor) -> Tensor:
+    """A metric: the weighted sum of x `[targets]` in fp64, without gradient."""
     return (weight.detach().double() * x.detach().double()).sum()
 
 
-def _given(column: Tensor | None, name: str) -> Tensor:
+def given(column: Tensor | None, name: str) -> Tensor:
+    """The column, which this loss needs.
+
+    Raises:
+        ValueError: it has not been computed.
+    """
     if column is None:
         raise ValueError(f"this loss needs the column {name!r}, which has not been computed")
     return column

@@ -48,6 +48,14 @@ def at_last_token(row_values: Tensor, mask: Tensor, lengths: tuple[int, ...]) ->
     return torch.where(position == last[row], to_tokens(row_values, lengths), 0.0)
 
 
+def trained_places(mask: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """(places `[trained tokens]` int64 of the tokens whose mask `[tokens]` is non-zero, how many each row has)."""
+    check_lengths(mask, lengths, "mask")
+    trained = mask != 0
+    counts = row_sums(trained.to(torch.int64), lengths)
+    return trained.nonzero().squeeze(1), tuple(counts.tolist())
+
+
 def next_in_row(x: Tensor, lengths: tuple[int, ...], step: int = 1) -> Tensor:
     """`[tokens]`: x of the token `step` places further in the same row, 0 beyond the end of the row."""
     row = row_of_token(lengths, x.device)

@@ -32,6 +32,7 @@ from hybridflow.parallel.world import World
 from hybridflow.rewards.records import RewardRequest, RewardResult, Score
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.rl import RLTrainer
+from hybridflow.trainer.rollout_source import Experience
 
 IN_PHASE = {"generate": "generate", "reshard": "update", "reward": "score", "reference": "score", "log_probs": "score",
             "values": "score", "update_critic": "update", "update_actor": "update"}
@@ -47,7 +48,8 @@ class Trainer:
         torch.set_num_threads(threads)
         if isinstance(native_library(), NativeLibrary):
             set_threads(threads)
-        inputs = Inputs.read(config_of(self.algorithm, Path(folder)), Words(), scores=False)
+        inputs = Inputs.read(config_of(self.algorithm, Path(folder)), Words())
+        inputs.reward_function.close()  # another one takes its place
         self._trainer = RLTrainer(replace(inputs, reward_function=InProcess()), World.single(torch.device("cpu")))
         self._trainer.timer.clock = time.process_time
         gc.freeze()
@@ -71,10 +73,10 @@ class Trainer:
             engines["critic"] = flow.roles.critic.trainer
         for role, engine in engines.items():
             read_before_step(engine, role, grads)
-        batch, generate = self._answered(), flow.generate
-        flow.generate = lambda *_: batch
-        self._trainer.step(tokenised(case.CHECKED))
-        flow.generate = generate
+        experience, generate = Experience(tokenised(case.CHECKED), self._answered()), flow.source.next
+        flow.source.next = lambda *_: experience
+        self._trainer.step(experience.prompts)
+        flow.source.next = generate
         save_file(grads, path)
 
     def _answered(self) -> Batch:

@@ -23,7 +23,9 @@ from hybridflow.config.layouts import (
     written_layout,
 )
 from hybridflow.config.load import read_tree, typed
+from hybridflow.config.preference_schema import PreferenceConfig
 from hybridflow.config.schema import Config, SftConfig
+from hybridflow.config.unread import unread_keys
 from hybridflow.config.validate import validate
 from hybridflow.parallel.arithmetic import ceil_div
 from hybridflow.parallel.schedules.builders import ScheduleKind
@@ -129,13 +131,21 @@ def _checked(arguments: argparse.Namespace) -> tuple[Config, int]:
     """The config, and the number of ranks: every check of a training run but those of files and models."""
     tree, faults = read_tree(arguments.config, arguments.overrides)
     config, typing_faults = typed(tree)
-    command = Command.TRAIN if config.sft == SftConfig() else Command.SFT
+    command = _written_for(config)
     world_size = _least_world(config, command) if arguments.world is None else arguments.world
     found = faults + typing_faults
     reported = {fault.key for fault in found}
     require_none(arguments.config,
                  [*found, *(fault for fault in validate(config, world_size, command) if fault.key not in reported)])
     return config, world_size
+
+
+def _written_for(config: Config) -> Command:
+    """The command that a config's blocks speak of; of preference training the first that reads all of its keys."""
+    if config.preference != PreferenceConfig():
+        readers = (Command.DPO, Command.KTO, Command.REWARD_MODEL)
+        return next((command for command in readers if not list(unread_keys(config, command))), Command.DPO)
+    return Command.TRAIN if config.sft == SftConfig() else Command.SFT
 
 
 def _least_world(config: Config, command: Command) -> int:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from hybridflow.commands.job import Job
-from hybridflow.config.batch_math import layout_table, sft_line
+from hybridflow.commands.offline import Course, run_course
 from hybridflow.config.command import Command
 from hybridflow.config.schema import Config
-from hybridflow.data.loader import TokenisedPrompt
-from hybridflow.data.records import DataSplit, prompt_text
+from hybridflow.data.records import DataSplit, fingerprint, prompt_text
 from hybridflow.data.sft import SftLoader, sft_pairs
 from hybridflow.data.token_rows import Overlong
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.parallel.world import World
-from hybridflow.trainer.activations import activation_line
 from hybridflow.trainer.inputs import Inputs
-from hybridflow.trainer.prompts import held_out_prompts, read_records, require_same
-from hybridflow.trainer.run import Run, RunParts
+from hybridflow.trainer.prompts import held_out_prompts, read_records
 from hybridflow.trainer.supervised import SupervisedTrainer
 
 
@@ -31,27 +26,17 @@ def prepare(config: Config) -> Job:
     loader = SftLoader(sft_pairs(records.train), inputs.tokenizer, config.train.global_batch_size, config.train.seed,
                        config.data.shuffle, config.data.max_prompt_length + config.generation.max_new_tokens,
                        Overlong(config.data.overlong.value), vocab_size)
-    held_out = held_out_prompts(config, records, inputs.tokenizer, vocab_size)
-    return partial(_run, inputs, records, loader, held_out)
+    dropped = f"{loader.num_dropped} of {len(records.train)} pairs are too long and were dropped."
+    return partial(run_course, Course(
+        Command.SFT, "supervised training", inputs, config.sft.steps, fingerprint((*records.train, *records.test)),
+        loader, SupervisedTrainer, held_out_prompts(config, records, inputs.tokenizer, vocab_size),
+        notes=(dropped,) if loader.num_dropped else (), before=partial(_save_tokenizer, inputs),
+        stop_at_accuracy=config.sft.stop_at_accuracy))
 
 
-def _run(inputs: Inputs, records: DataSplit, loader: SftLoader, held_out: tuple[TokenisedPrompt, ...]) -> None:
-    config = inputs.config
-    with closing(World.from_env(config.train.timeout_s)) as world, closing(SupervisedTrainer(inputs, world)) as trainer:
-        require_same(world, (*records.train, *records.test))
-        whole = Run(config, world, f"supervised training, world size {world.size}", config.sft.steps)
-        if world.rank == 0 and _makes_tokenizer(config):
-            inputs.tokenizer.save(Path(config.model.tokenizer).parent)
-        whole.view.say(sft_line(config, world.size))
-        whole.view.say(layout_table(config, world.size, Command.SFT))
-        whole.view.say(activation_line(config, world.size, trainer.model, command=Command.SFT))
-        if loader.num_dropped:
-            whole.view.say(f"{loader.num_dropped} of {len(records.train)} pairs are too long and were dropped.")
-        whole.fit(RunParts(
-            step=lambda: trainer.step(next(loader)), export=trainer.export, trace=trainer.trace, timer=trainer.timer,
-            grid=trainer.actor.engine.mesh.grid, stop_at_accuracy=config.sft.stop_at_accuracy,
-            evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
-        ))
+def _save_tokenizer(inputs: Inputs) -> None:
+    if _makes_tokenizer(inputs.config):
+        inputs.tokenizer.save(Path(inputs.config.model.tokenizer).parent)
 
 
 def _makes_tokenizer(config: Config) -> bool:

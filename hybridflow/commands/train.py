@@ -7,6 +7,7 @@ from functools import partial
 
 from hybridflow.commands.job import Job
 from hybridflow.config.batch_math import layout_table
+from hybridflow.config.recipe import algorithm_line, with_recipe
 from hybridflow.config.schema import Config
 from hybridflow.data.loader import PromptLoader, TokenisedPrompt
 from hybridflow.data.records import DataSplit
@@ -20,6 +21,7 @@ from hybridflow.trainer.run import Run, RunParts
 
 def prepare(config: Config) -> Job:
     """Read everything that the config names; the job then trains, evaluates and exports, on all launched ranks."""
+    config = with_recipe(config)
     records = read_records(config)
     inputs = Inputs.read(config)
     loader = training_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
@@ -33,15 +35,18 @@ def _run(inputs: Inputs, records: DataSplit, loader: PromptLoader, held_out: tup
         require_same(world, (*records.train, *records.test))
         title = f"{config.algorithm.name.value}, world size {world.size}"
         whole = Run(config, world, title, config.train.total_steps)
+        whole.view.say(algorithm_line(config))
         whole.view.say(trainer.batch_line())
         whole.view.say(layout_table(config, world.size))
         whole.view.say(activation_line(config, world.size, trainer.model))
         if loader.num_dropped:
             whole.view.say(f"{loader.num_dropped} of {len(records.train)} prompts are too long and were dropped.")
+        for _ in range(trainer.steps_ahead):
+            trainer.start(next(loader))
         whole.fit(RunParts(
             step=lambda: trainer.step(next(loader)), export=trainer.export, trace=trainer.trace, timer=trainer.timer,
-            grid=trainer.roles.actor.engine.mesh.grid,
+            labels=trainer.labels(),
             evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
             samples=lambda: trainer.samples(config.logging.samples),
-            trouble=lambda: trainer.roles.rewards.last_fault,
+            trouble=lambda: trainer.trouble,
         ))

@@ -18,10 +18,12 @@ from copy import deepcopy
 from math import prod
 from typing import Any
 
+from hybridflow.algorithms.recipes import RECIPES
+from hybridflow.config.algorithm_schema import AlgorithmConfig
 from hybridflow.config.faults import Fault, listed, nearest_key, shown
 from hybridflow.config.hints import field_types
 from hybridflow.config.load import Tree
-from hybridflow.config.schema import AlgorithmConfig
+from hybridflow.config.words import KLWhere
 from hybridflow.parallel.arithmetic import ceil_div
 
 ARTICLE_MODELS = ("actor", "critic", "reward_model")
@@ -194,5 +196,8 @@ def _algorithm(algorithm: Tree, faults: list[Fault], notes: list[str]) -> Tree:
 
 
 def _asks_for_kl(algorithm: Tree) -> bool:
-    kl = algorithm.get("kl")
-    return isinstance(kl, Mapping) and str(kl.get("where", "none")) != "none"
+    kl, recipe = algorithm.get("kl"), RECIPES.get(str(algorithm.get("name", "ppo")).lower())
+    where = kl.get("where") if isinstance(kl, Mapping) else None
+    if where is None:  # the algorithm's own
+        return recipe is not None and recipe.kl_where is not KLWhere.NONE
+    return str(where) != "none"

@@ -12,6 +12,7 @@ from hybridflow.config.command import Command
 from hybridflow.config.layouts import (
     LEARNING,
     Role,
+    answers_held_out,
     generation_layout,
     generation_ranks,
     layout_key,
@@ -140,16 +141,20 @@ def scored_at_once(config: Config) -> MicroBatching:
     return trained_at_once(config)
 
 
-def sft_line(config: Config, world_size: int) -> str:
-    """The derivation for `sft`: "100 updates of 64 pairs, 32 per replica (dp 2), 4 micro-batches of 8"."""
+def offline_line(config: Config, world_size: int, command: Command) -> str:
+    """How a command that learns from given answers comes to its updates.
+
+    "100 updates of 64 pairs, 32 per replica (dp 2), 4 micro-batches of 8".
+    """
     math = BatchMath.of(config, world_size)
-    return (f"{counted(config.sft.steps, 'update')} of {counted(math.rollouts_per_update, 'pair')}, "
-            f"{math.share_line()}")
+    steps = config.sft.steps if command is Command.SFT else config.preference.steps
+    unit = "answer" if command is Command.KTO else "pair"
+    return f"{counted(steps, 'update')} of {counted(math.rollouts_per_update, unit)}, {math.share_line()}"
 
 
 def layout_table(config: Config, world_size: int, command: Command = Command.TRAIN) -> str:
     """A line for each role: its degrees on `world_size` ranks, its micro-batches, and the key that says so."""
-    answers = command is not Command.SFT or config.evaluation.every_steps is not None
+    answers = not command.is_offline or answers_held_out(config, command)
     rows = [("role", "ranks", "tp", "cp", "pp", "dp", "sequence parallel", "at once", "set by")]
     for role in used_roles(config, command):
         layout = role_layout(config, role, world_size)
@@ -192,6 +197,6 @@ def _row(name: str, ranks: Sequence[int], layout: LayoutConfig, at_once: str, ke
 
 
 def _at_once(config: Config, role: Role, command: Command) -> str:
-    trained = [f"{trained_at_once(config)} trained"] if role in LEARNING else []
+    trained = [f"{trained_at_once(config).counted(command.unit)} trained"] if role in LEARNING else []
     scored = [] if trained and command is Command.SFT else [f"{scored_at_once(config)} scored"]
     return ", ".join(trained + scored)

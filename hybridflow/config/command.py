@@ -6,12 +6,16 @@ from enum import Enum
 class Command(Enum):
     """What a config is read for: each command needs other parts of it.
 
-    TRAIN, SFT, GENERATE and EXPORT are the commands of the command line. COMPLETE is GENERATE with a file of prompts of
-    its own, and API is `init_trainer`, where the caller brings the prompts: there the data block is not read.
+    TRAIN, SFT, DPO, KTO, REWARD_MODEL, GENERATE and EXPORT are the commands of the command line. COMPLETE is GENERATE
+    with a file of prompts of its own, and API is `init_trainer`, where the caller brings the prompts: there the data
+    block is not read.
     """
 
     TRAIN = "train"
     SFT = "sft"
+    DPO = "dpo"
+    KTO = "kto"
+    REWARD_MODEL = "reward_model"
     GENERATE = "generate"
     COMPLETE = "generate --prompts"
     EXPORT = "export"
@@ -21,3 +25,28 @@ class Command(Enum):
     def answers(self) -> bool:
         """Whether a trained model is asked for answers, and nothing else."""
         return self in (Command.GENERATE, Command.COMPLETE)
+
+    @property
+    def prefers(self) -> bool:
+        """Whether it learns from preferences."""
+        return self in (Command.DPO, Command.KTO, Command.REWARD_MODEL)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether an optimizer batch is made of pairs, the two rows of which stay together."""
+        return self in (Command.DPO, Command.REWARD_MODEL)
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether it learns from given answers; held-out prompts may be answered, greedily."""
+        return self is Command.SFT or self.prefers
+
+    @property
+    def trains(self) -> bool:
+        """Whether a model learns."""
+        return self.is_offline or self in (Command.TRAIN, Command.API)
+
+    @property
+    def unit(self) -> str:
+        """What micro-batches are counted in while a model learns."""
+        return "pair" if self.has_pairs else "row"

@@ -56,6 +56,12 @@ OTHER_NAMES = {
     "beta": "algorithm.kl.coef",
     "adv_estimator": "algorithm.name",
     "loss_agg_mode": "algorithm.loss_reduction",
+    "loss_mode": "algorithm.policy_loss",
+    "norm_adv_by_std_in_grpo": "algorithm.grpo_std_normalise",
+    "rollout_correction": "algorithm.correction",
+    "rollout_is": "algorithm.correction.level",
+    "rollout_is_threshold": "algorithm.correction.high",
+    "overlong_buffer_len": "algorithm.overlong_buffer",
     "output_dir": "logging.dir",
 }
 

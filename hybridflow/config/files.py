@@ -23,8 +23,10 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
     faults += _tokenizer(config, command)
     if command not in (Command.API, Command.COMPLETE):
         faults += _data(config)
-    if command in (Command.TRAIN, Command.API, Command.SFT):
+    if command.trains:
         faults += _reward_function(config.reward.function)
+    if command in (Command.TRAIN, Command.API):
+        faults += _algorithm_functions(config)
     return faults
 
 
@@ -39,7 +41,7 @@ def _models(config: Config, command: Command) -> Iterator[Fault]:
     named = {"model.path": config.model.path}
     if command in (Command.TRAIN, Command.API):
         named["model.critic.path"] = config.model.critic.path
-    if command in (Command.TRAIN, Command.API, Command.SFT):
+    if command.trains:
         named["model.reward_model.path"] = config.model.reward_model.path
     for key, path in named.items():
         if path is not None and not (Path(path) / "config.json").is_file():
@@ -64,6 +66,14 @@ def _data(config: Config) -> Iterator[Fault]:
         for i, path in enumerate(files):
             if not Path(path).is_file():
                 yield Fault(f"{key}[{i}]", path, "no such file")
+
+
+def _algorithm_functions(config: Config) -> Iterator[Fault]:
+    named = {"algorithm.advantage": config.algorithm.advantage, "algorithm.policy_loss": config.algorithm.policy_loss}
+    for key, spec in named.items():
+        file = "" if spec is None else spec.rpartition(":")[0]
+        if file and not Path(file).expanduser().is_file():
+            yield Fault(key, spec, f"there is no file {file}")
 
 
 def _reward_function(function: str | None) -> Iterator[Fault]:

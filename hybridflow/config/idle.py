@@ -8,44 +8,72 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 
+from hybridflow.algorithms.registry import Need
 from hybridflow.config.bounds import value_at
+from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault
+from hybridflow.config.recipe import kl_where_of, loss_entry, needs_of, reads_option, with_recipe
 from hybridflow.config.schema import Config
 from hybridflow.config.words import (
-    AlgorithmName,
+    CorrectionHow,
+    CorrectionLevel,
     DataSource,
     Decay,
     KLWhere,
     LossReduction,
     MixedPrecision,
+    Overlap,
     Recompute,
 )
 
 
 @dataclass(frozen=True)
 class Idle:
-    """While `when` holds, `keys` do nothing, `because`; `choice` makes them count."""
+    """While `when` holds, `keys` do nothing, `because`; `choice` makes them count. `but_in` are commands in which they
+    count all the same.
+    """
 
     when: Callable[[Config], bool]
     keys: tuple[str, ...]
     because: str
     choice: str
+    but_in: tuple[Command, ...] = ()
 
 
 IDLE = (
-    Idle(lambda c: c.algorithm.name is AlgorithmName.GRPO,
-         ("model.critic", "placement.critic", "train.critic_optimizer", "algorithm.gamma", "algorithm.lam",
-          "algorithm.value_clip", "algorithm.value_loss_coef", "algorithm.normalise_advantages"),
-         "has no effect with grpo, which has no critic", "remove it, or choose algorithm.name ppo"),
-    Idle(lambda c: c.algorithm.name is AlgorithmName.PPO, ("algorithm.grpo_std_normalise",),
-         "has no effect with ppo", "remove it, or choose algorithm.name grpo"),
-    Idle(lambda c: c.algorithm.kl.where is KLWhere.NONE,
-         ("algorithm.kl.estimator", "algorithm.kl.coef", "model.reference", "placement.reference"),
+    Idle(lambda c: Need.CRITIC not in needs_of(c.algorithm),
+         ("model.critic", "placement.critic", "train.critic_optimizer", "algorithm.value_clip",
+          "algorithm.value_loss_coef"),
+         "has no effect without a critic, which this algorithm has not", "remove it, or choose algorithm.name ppo"),
+    Idle(lambda c: not reads_option(c.algorithm, "gamma"), ("algorithm.gamma",),
+         "has no effect with this advantage, one number a response", "remove it, or choose algorithm.name ppo"),
+    Idle(lambda c: not reads_option(c.algorithm, "lam"), ("algorithm.lam",),
+         "has no effect with this advantage", "remove it, or choose algorithm.name ppo"),
+    Idle(lambda c: not reads_option(c.algorithm, "std_normalise"), ("algorithm.grpo_std_normalise",),
+         "has no effect with this advantage", "remove it, or choose algorithm.name grpo"),
+    Idle(lambda c: loss_entry(c.algorithm).clip is None, ("algorithm.clip.low", "algorithm.clip.high"),
+         "has no effect with this policy loss, which has no ratio", "remove it, or choose algorithm.policy_loss ppo"),
+    Idle(lambda c: not loss_entry(c.algorithm).has_dual_clip, ("algorithm.clip.dual",),
+         "has no effect with this policy loss", "remove it, or choose algorithm.policy_loss ppo"),
+    Idle(lambda c: c.algorithm.correction.level is CorrectionLevel.NONE,
+         ("algorithm.correction.how", "algorithm.correction.high"),
+         "has no effect without a correction", "choose algorithm.correction.level token or sequence"),
+    Idle(lambda c: CorrectionLevel.NONE is c.algorithm.correction.level
+         or c.algorithm.correction.how is CorrectionHow.TRUNCATE, ("algorithm.correction.low",),
+         "has no effect where no ratio is masked", "choose algorithm.correction.how mask, with a level"),
+    Idle(lambda c: c.generation.overlap is not Overlap.PARTIAL, ("generation.max_staleness",),
+         "has no effect where answers do not go on over several steps", "choose generation.overlap partial"),
+    Idle(lambda c: kl_where_of(c.algorithm) is KLWhere.NONE,
+         ("algorithm.kl.estimator", "algorithm.kl.coef"),
          "has no effect without a KL penalty", "choose algorithm.kl.where reward or loss"),
-    Idle(lambda c: c.algorithm.kl.where is not KLWhere.REWARD, ("algorithm.kl.target",),
+    Idle(lambda c: kl_where_of(c.algorithm) is KLWhere.NONE, ("model.reference", "placement.reference"),
+         "has no effect without a KL penalty", "choose algorithm.kl.where reward or loss",
+         but_in=(Command.DPO, Command.KTO)),
+    Idle(lambda c: kl_where_of(c.algorithm) is not KLWhere.REWARD, ("algorithm.kl.target",),
          "has no effect here: only a penalty in the reward is steered",
-         "remove it, or choose algorithm.kl.where reward (ppo)"),
-    Idle(lambda c: c.algorithm.loss_reduction is not LossReduction.CONSTANT_LENGTH, ("algorithm.constant_length",),
+         "remove it, or choose algorithm.kl.where reward"),
+    Idle(lambda c: with_recipe(c).algorithm.loss_reduction is not LossReduction.CONSTANT_LENGTH,
+         ("algorithm.constant_length",),
          "has no effect with this loss_reduction", "choose algorithm.loss_reduction constant-length"),
     Idle(lambda c: c.model.reward_model.path is None, ("model.reward_model.layout", "placement.reward"),
          "has no effect without a reward model", "give model.reward_model.path"),
@@ -80,9 +108,9 @@ IDLE = (
 )
 
 
-def idle_keys(config: Config) -> Iterator[Fault]:
+def idle_keys(config: Config, command: Command = Command.TRAIN) -> Iterator[Fault]:
     """A fault for each key that is set and does nothing."""
-    return faults_of(IDLE, config)
+    return faults_of(tuple(idle for idle in IDLE if command not in idle.but_in), config)
 
 
 def faults_of(table: tuple[Idle, ...], config: Config) -> Iterator[Fault]:

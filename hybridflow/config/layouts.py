@@ -9,10 +9,12 @@ import re
 from dataclasses import replace
 from enum import Enum
 
+from hybridflow.algorithms.registry import Need
 from hybridflow.config.command import Command
 from hybridflow.config.model_schema import LayoutConfig
+from hybridflow.config.recipe import kl_where_of, needs_of
 from hybridflow.config.schema import Config
-from hybridflow.config.words import AlgorithmName, KLWhere
+from hybridflow.config.words import DataSource, KLWhere
 
 
 class Role(Enum):
@@ -30,19 +32,34 @@ LEARNING = (Role.ACTOR, Role.CRITIC)  # the others only score
 
 def roles(config: Config) -> tuple[Role, ...]:
     """The roles that this config needs."""
-    has_critic = config.algorithm.name is AlgorithmName.PPO
-    has_reference = config.algorithm.kl.where is not KLWhere.NONE
+    has_critic = Need.CRITIC in needs_of(config.algorithm)
+    has_reference = kl_where_of(config.algorithm) is not KLWhere.NONE
     has_reward = config.model.reward_model.path is not None
     needed = {Role.ACTOR: True, Role.CRITIC: has_critic, Role.REFERENCE: has_reference, Role.REWARD: has_reward}
     return tuple(role for role in Role if needed[role])
 
 
 def used_roles(config: Config, command: Command) -> tuple[Role, ...]:
-    """The roles that `command` needs. A reward model judges the held-out answers of supervised training too."""
+    """The roles that `command` needs. A reward model judges held-out answers of what learns from given ones too. What
+    `reward_model` trains has the actor's place.
+    """
     if command in (Command.TRAIN, Command.API):
         return roles(config)
-    judged = command is Command.SFT and config.model.reward_model.path is not None
-    return (Role.ACTOR, Role.REWARD) if judged else (Role.ACTOR,)
+    has_reference = command in (Command.DPO, Command.KTO)
+    judged = config.model.reward_model.path is not None and (command is Command.SFT or
+                                                             answers_held_out(config, command))
+    needed = {Role.ACTOR: True, Role.REFERENCE: has_reference, Role.REWARD: judged}
+    return tuple(role for role in needed if needed[role])
+
+
+def answers_held_out(config: Config, command: Command) -> bool:
+    """Whether held-out prompts are answered, greedily, while `command` trains: where it evaluates a language model and,
+    with prompts that come from files of preferences, something is named that judges the answers.
+    """
+    if command is Command.REWARD_MODEL or config.evaluation.every_steps is None:
+        return False
+    judged = config.reward.function is not None or config.model.reward_model.path is not None
+    return not command.prefers or judged or config.data.source is DataSource.REASONING_GYM
 
 
 def layout_key(config: Config, role: Role) -> str:

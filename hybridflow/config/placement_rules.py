@@ -14,7 +14,7 @@ from hybridflow.config.layouts import (
     written_generation_ranks,
 )
 from hybridflow.config.schema import Config
-from hybridflow.config.words import EngineName, GenerationWeights
+from hybridflow.config.words import EngineName, GenerationWeights, Overlap
 
 
 def placement_faults(config: Config, world_size: int) -> Iterator[Fault]:
@@ -22,7 +22,7 @@ def placement_faults(config: Config, world_size: int) -> Iterator[Fault]:
     written = {name: str(ranks) for name, ranks in vars(config.placement).items() if ranks is not None}
     wrong = [fault for name, text in written.items() for fault in _ranks(f"placement.{name}", text, world_size)]
     yield from wrong
-    if wrong or not written:
+    if wrong:
         return
     used = set(generation_ranks(config, world_size))
     used.update(rank for role in roles(config) for rank in role_ranks(config, role, world_size))
@@ -48,6 +48,15 @@ def _generation(config: Config, world_size: int) -> Iterator[Fault]:
     if apart and config.generation.weights is GenerationWeights.SHARED:
         yield Fault("generation.weights", "shared", "generates with training weights where they lie, and "
                     "placement.generation has other ranks than placement.actor", "choose packed or null")
+    roles_of = {role: set(role_ranks(config, role, world_size)) for role in roles(config)}
+    shared = [role.value for role, ranks in roles_of.items() if ranks.intersection(generating)]
+    if config.generation.overlap is not Overlap.NONE and shared:
+        yield Fault("generation.overlap", config.generation.overlap.value, "needs ranks that only generate, and "
+                    f"{listed(shared, 'and')} {'have' if len(shared) > 1 else 'has'} some of them too",
+                    "place generation apart, e.g. placement.generation 2-3 and the roles on 0-1, or choose none")
+    if config.generation.engine is EngineName.VLLM and config.generation.overlap is Overlap.PARTIAL:
+        yield Fault("generation.overlap", "partial", "vllm cannot be interrupted",
+                    "choose none or one_step_off, or generation.engine own")
     if config.generation.engine is EngineName.VLLM and len(generating) < world_size:
         yield Fault("placement.generation", written_generation_ranks(config),
                     "vllm generates on every rank", "choose null, or generation.engine own")

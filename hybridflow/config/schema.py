@@ -1,7 +1,8 @@
 """Every key of a configuration: its type, its default and, in the line under it, what it does.
 
-Owns the dataclasses; the `model` block and the layouts are in `model_schema`, the words that a key may hold in `words`.
-It checks nothing beyond types (`validate` does) and derives nothing (`layouts` and `batch_math` do). A YAML file names
+Owns the dataclasses; the `model` block and the layouts are in `model_schema`, the `algorithm` block in
+`algorithm_schema`, the `preference` block in `preference_schema`, the words that a key may hold in `words`. It checks
+nothing beyond types (`validate` does) and derives nothing (`layouts`, `batch_math` and `recipe` do). A YAML file names
 only what differs from here. `describe` makes the table of keys from the lines under them.
 """
 
@@ -10,19 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridflow.config.algorithm_schema import AlgorithmConfig
 from hybridflow.config.model_schema import LayoutConfig, ModelsConfig, PlacementConfig
+from hybridflow.config.preference_schema import PreferenceConfig
 from hybridflow.config.words import (
-    AlgorithmName,
     DataSource,
     Decay,
     EngineName,
     GenerationBalance,
     GenerationWeights,
     GymScoring,
-    KLEstimatorName,
-    KLWhere,
-    LossReduction,
     MixedPrecision,
+    Overlap,
     Overlong,
     Recompute,
     ReduceDtype,
@@ -95,9 +95,9 @@ class TrainConfig:
     total_steps: int = 100
     """Steps of the run. One step generates a set of rollouts and trains on it."""
     global_batch_size: int = 64
-    """Rollouts in one optimizer step, over all replicas. `sft`: pairs in one optimizer step."""
+    """Rollouts in one optimizer step, over all replicas. `sft`, `dpo`, `reward_model`: pairs. `kto`: answers."""
     micro_batch_size: int | None = None
-    """Rollouts that one replica runs at once. Memory and speed only. null: 8, or as micro_batch_tokens says."""
+    """Rollouts (`dpo`, `reward_model`: pairs of two) that a replica runs at once. Memory and speed only. null: 8."""
     gradient_accumulation_steps: int | None = None
     """Micro-batches of one replica in one optimizer step. null: derived. If given, the product must be exact."""
     epochs_per_rollout: int = 1
@@ -164,6 +164,10 @@ class GenerationConfig:
     """The actor's generation layout."""
     balance: GenerationBalance = GenerationBalance.OWN
     """Prompts of a replica: own (dealt out beforehand, by length) | shared (taken from one queue as it gets room)."""
+    overlap: Overlap = Overlap.NONE
+    """none (weights learn from what they made) | one_step_off (the next batch is made meanwhile) | partial (README)."""
+    max_staleness: int = 2
+    """overlap partial: steps over which an answer may go on, under newer weights each. 1 is one_step_off."""
     samples_per_prompt: int = 1
     """Responses drawn for each prompt; a group in grpo."""
     max_new_tokens: int = 64
@@ -196,62 +200,6 @@ class GenerationConfig:
     """shared (with training) | packed (a copy; train.offload.roles needs it). null: packed in fp32 or fp64 on a CPU."""
     reshard_check: ReshardCheck = ReshardCheck.SAMPLED
     """Compare checksums after weights moved: all (of every tensor) | sampled (of a sixteenth, in turn) | off."""
-
-
-@dataclass(frozen=True)
-class ClipConfig:
-    """The clip range of the policy ratio: [1 - low, 1 + high]."""
-
-    low: float = 0.2
-    """Lower side."""
-    high: float = 0.2
-    """Upper side."""
-    dual: float | None = None
-    """Bound on the loss of tokens with a negative advantage (dual clip; > 1). null: off."""
-
-
-@dataclass(frozen=True)
-class KLConfig:
-    """The penalty on the distance to the reference."""
-
-    where: KLWhere = KLWhere.NONE
-    """none (no reference is held) | reward (subtracted from each token's reward; ppo) | loss (a term of the loss)."""
-    estimator: KLEstimatorName = KLEstimatorName.K1
-    """Per-token estimator (Schulman 2020): k1 | k2 | k3. In the loss, k1 has no useful gradient: use k2 or k3."""
-    coef: float = 0.01
-    """Weight of the penalty; its start where a target is given."""
-    target: float | None = None
-    """KL in nats per rollout that the coefficient is steered to (where: reward; Ziegler 2019). null: it is fixed."""
-
-
-@dataclass(frozen=True)
-class AlgorithmConfig:
-    """The learning algorithm."""
-
-    name: AlgorithmName = AlgorithmName.PPO
-    """ppo (critic, GAE) | grpo (advantages relative to the other samples of the prompt)."""
-    gamma: float = 1.0
-    """Discount of later rewards (ppo)."""
-    lam: float = 0.95
-    """Lambda of generalised advantage estimation (ppo)."""
-    clip: ClipConfig = field(default_factory=ClipConfig)
-    """Clip range of the policy loss."""
-    value_clip: float | None = 0.2
-    """Clip range of the value loss around the values of the rollout (ppo). null: no clipping."""
-    value_loss_coef: float = 1.0
-    """Factor of the value loss (ppo)."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    kl: KLConfig = field(default_factory=KLConfig)
-    """The KL penalty."""
-    loss_reduction: LossReduction = LossReduction.TOKEN_MEAN
-    """Weights of tokens: token-mean | seq-mean-token-mean | seq-mean-token-sum | constant-length (see README)."""
-    constant_length: int | None = None
-    """Tokens that constant-length divides a row's sum by. null: generation.max_new_tokens."""
-    normalise_advantages: bool = True
-    """Shift and scale the advantages of a step to mean 0 and variance 1 over all its tokens (ppo)."""
-    grpo_std_normalise: bool = True
-    """Divide the advantages of a group by the standard deviation of its rewards (grpo)."""
 
 
 @dataclass(frozen=True)
@@ -386,3 +334,5 @@ class Config:
     """Exports."""
     sft: SftConfig = field(default_factory=SftConfig)
     """Supervised warm start."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Preference training."""

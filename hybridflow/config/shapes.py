@@ -52,7 +52,7 @@ def shape_faults(config: Config, world_size: int, command: Command) -> list[Faul
     if Role.ACTOR in models and command in (Command.TRAIN, Command.API):
         faults += _invariance_faults(config, models[Role.ACTOR])
     learning = {role: model.num_layers for role, model in models.items() if role in LEARNING}
-    if not faults and command in (Command.TRAIN, Command.API, Command.SFT):
+    if not faults and command.trains:
         faults += recompute_faults(config, learning)
     return list({str(fault): fault for fault in faults}.values())  # roles share folders and layouts
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridflow.algorithms.registry import POLICY_LOSSES, Need
 from hybridflow.config.batch_math import BatchMath, counted, trained_at_once
 from hybridflow.config.bounds import out_of_bounds
 from hybridflow.config.command import Command
-from hybridflow.config.faults import Fault, listed
+from hybridflow.config.faults import Fault, listed, nearest_key
 from hybridflow.config.idle import idle_keys
 from hybridflow.config.layout_rules import layout_faults, recompute_faults
 from hybridflow.config.layouts import (
@@ -26,22 +27,20 @@ from hybridflow.config.layouts import (
 )
 from hybridflow.config.model_schema import ModelSpec
 from hybridflow.config.placement_rules import placement_faults
+from hybridflow.config.recipe import choices_of_advantage, needs_of
 from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
 from hybridflow.config.words import (
-    AlgorithmName,
     DataSource,
     Decay,
     EngineName,
     GenerationBalance,
     GenerationWeights,
-    KLWhere,
     MixedPrecision,
+    Overlap,
     ReduceDtype,
 )
 from hybridflow.parallel.arithmetic import round_up
-
-TRAINING = (Command.TRAIN, Command.SFT, Command.API)
 
 
 def validate(config: Config, world_size: int, command: Command = Command.TRAIN) -> list[Fault]:
@@ -53,16 +52,16 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
     wrong, uncut = list(out_of_bounds(config)), list(layout_faults(config, world_size, command))
     faults = [*wrong, *_models(config, command), *uncut]
     if command in (Command.TRAIN, Command.API):
-        faults += placement_faults(config, world_size)
-    if command in TRAINING and not wrong:  # the batch numbers divide by these
+        faults += [*placement_faults(config, world_size), *_overlap(config, command)]
+    if command.trains and not wrong:  # the batch numbers divide by these
         faults += _batches(config, command, None if uncut else world_size)
         faults += [] if uncut else _recompute(config, command)
     if command in (Command.TRAIN, Command.API):
         faults += _algorithm(config)
-    if command in TRAINING:
+    if command.trains:
         unread = list(unread_keys(config, command))
         known = {fault.key for fault in unread}
-        faults += [*unread, *(fault for fault in idle_keys(config) if fault.key not in known)]
+        faults += [*unread, *(fault for fault in idle_keys(config, command) if fault.key not in known)]
         faults += [*_schedule(config, command), *_precision(config), *_memory(config)]
     if command is not Command.EXPORT:
         faults += [*_generation(config), *_invariance(config, command), *_vllm(config, command)]
@@ -133,7 +132,8 @@ def _batches(config: Config, command: Command, world_size: int | None) -> Iterat
     ):
         layouts = [] if world_size is None else [written_layout(config, role) for role in roles]
         if tokens is not None:
-            yield from _budget(key, tokens, config, max(map(token_multiple, layouts), default=1), command)
+            rows = 2 if command.has_pairs and key == "train.micro_batch_tokens" else 1
+            yield from _budget(key, tokens, config, max(map(token_multiple, layouts), default=1), command, rows)
 
 
 def _recompute(config: Config, command: Command) -> Iterator[Fault]:
@@ -155,32 +155,48 @@ def _accumulation(config: Config, dp: int) -> Iterator[Fault]:
                 f"global_batch_size is {train.global_batch_size}", f"{choice}, or global_batch_size {product}")
 
 
-def _budget(key: str, tokens: int, config: Config, multiple: int, command: Command) -> Iterator[Fault]:
-    """The longest row fits in a micro-batch of `tokens`; with init_trainer a response and one token of its prompt."""
+def _budget(key: str, tokens: int, config: Config, multiple: int, command: Command, rows: int) -> Iterator[Fault]:
+    """The longest row, or pair of `rows` 2, fits in a micro-batch of `tokens`; with init_trainer a response and one
+    token of its prompt.
+    """
     longest = config.generation.max_new_tokens
     longest += 1 if command is Command.API else config.data.max_prompt_length
     prompt = "a prompt of 1" if command is Command.API else f"data.max_prompt_length {config.data.max_prompt_length}"
-    needed = round_up(longest, multiple)
+    needed = round_up(longest * rows, multiple)
     if tokens < needed:
-        padded = f", padded to {needed} in its layout" if needed > longest else ""
-        yield Fault(key, tokens, f"cannot hold the longest row, {prompt} + generation.max_new_tokens "
-                    f"{config.generation.max_new_tokens} = {longest} tokens{padded}", f"choose {needed} or more")
+        padded = f", padded to {needed} in its layout" if needed > longest * rows else ""
+        of_pair = f", which is {longest * rows} for a pair" if rows > 1 else ""
+        yield Fault(key, tokens, f"cannot hold the longest {command.unit if rows > 1 else 'row'}, {prompt} + "
+                    f"generation.max_new_tokens {config.generation.max_new_tokens} = {longest} tokens{of_pair}{padded}",
+                    f"choose {needed} or more")
 
 
 def _algorithm(config: Config) -> Iterator[Fault]:
     algorithm = config.algorithm
     if config.generation.temperature == 0:
         yield Fault("generation.temperature", 0, "greedy samples have no log-probs to train on", "choose e.g. 1.0")
-    if algorithm.name is AlgorithmName.GRPO:
-        if config.generation.samples_per_prompt == 1:
-            yield Fault("generation.samples_per_prompt", 1, "grpo compares the samples of a prompt with each other",
-                        "choose 2 or more")
-        if algorithm.kl.where is KLWhere.REWARD:
-            yield Fault("algorithm.kl.where", "reward", "grpo has one reward a rollout, not one a token",
-                        "choose loss or none")
+    yield from _function("algorithm.advantage", algorithm.advantage, choices_of_advantage(algorithm))
+    yield from _function("algorithm.policy_loss", algorithm.policy_loss, tuple(POLICY_LOSSES))
+    if Need.GROUP in needs_of(algorithm) and config.generation.samples_per_prompt == 1:
+        who = algorithm.advantage or algorithm.name.value
+        yield Fault("generation.samples_per_prompt", 1, f"{who} compares the samples of a prompt with each other",
+                    "choose 2 or more")
+    buffer, longest = algorithm.overlong_buffer, config.generation.max_new_tokens
+    if buffer is not None and buffer > longest:
+        yield Fault("algorithm.overlong_buffer", buffer, f"is above generation.max_new_tokens {longest}",
+                    f"choose {longest} or less")
     if algorithm.kl.target is not None and algorithm.kl.coef == 0:
         yield Fault("algorithm.kl.coef", 0, "a coefficient that starts at 0 cannot be steered to algorithm.kl.target",
                     "choose e.g. 0.01")
+
+
+def _function(key: str, spec: str | None, known: tuple[str, ...]) -> Iterator[Fault]:
+    """A name of a table or file.py:function; whether the file is right is looked at where the run starts."""
+    if spec is None or spec in known or (":" in spec and spec.rpartition(":")[0].endswith(".py")):
+        return
+    near = nearest_key(spec.lower(), known, ())
+    yield Fault(key, spec, "is neither a name of the table nor file.py:function",
+                f"did you mean {near}? It may be {listed(known)}" if near else f"choose {listed(known)}")
 
 
 def _generation(config: Config) -> Iterator[Fault]:
@@ -192,9 +208,15 @@ def _generation(config: Config) -> Iterator[Fault]:
         yield Fault("generation.stop", config.generation.stop, "an empty string stands everywhere", "remove it")
 
 
+def _overlap(config: Config, command: Command) -> Iterator[Fault]:
+    if command is Command.API and config.generation.overlap is not Overlap.NONE:
+        yield Fault("generation.overlap", config.generation.overlap.value,
+                    "wants the prompts of the next step, and init_trainer is given one batch at a time", "choose none")
+
+
 def _invariance(config: Config, command: Command) -> Iterator[Fault]:
     """What the same bits in training and generation ask of both; the device is looked at where the run starts."""
-    if not config.generation.batch_invariant or command is Command.SFT:
+    if not config.generation.batch_invariant or command.is_offline:
         return
     otherwise = "or generation.batch_invariant false"
     if config.train.mixed_precision is MixedPrecision.FP16:
@@ -224,7 +246,7 @@ def _vllm(config: Config, command: Command) -> Iterator[Fault]:
     if generation.balance is GenerationBalance.SHARED:
         yield Fault("generation.balance", "shared", "vllm is given all of a replica's prompts at once",
                     f"choose own, {otherwise}")
-    if generation.batch_invariant and command is not Command.SFT:
+    if generation.batch_invariant and not command.is_offline:
         yield Fault("generation.batch_invariant", True, "vllm has other kernels than training",
                     f"choose false, {otherwise}")
     if generation.weights is GenerationWeights.SHARED and not command.answers:

@@ -44,6 +44,23 @@ class Decay(Enum):
 class AlgorithmName(Enum):
     PPO = "ppo"
     GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+    RLOO = "rloo"
+    REINFORCE_PP = "reinforce_pp"
+    REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
+    GSPO = "gspo"
+    CISPO = "cispo"
+
+
+class CorrectionLevel(Enum):
+    NONE = "none"
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+
+
+class CorrectionHow(Enum):
+    TRUNCATE = "truncate"
+    MASK = "mask"
 
 
 class KLWhere(Enum):
@@ -66,6 +83,12 @@ class EngineName(Enum):
 class GenerationWeights(Enum):
     SHARED = "shared"
     PACKED = "packed"
+
+
+class Overlap(Enum):
+    NONE = "none"
+    ONE_STEP_OFF = "one_step_off"
+    PARTIAL = "partial"
 
 
 class GenerationBalance(Enum):
@@ -95,6 +118,16 @@ class DataSource(Enum):
 class Overlong(Enum):
     ERROR = "error"
     DROP = "drop"
+
+
+class PreferenceLoss(Enum):
+    SIGMOID = "sigmoid"
+    IPO = "ipo"
+
+
+class RejectedAnswer(Enum):
+    OTHER = "other"
+    PERTURBED = "perturbed"
 
 
 class GymScoring(Enum):

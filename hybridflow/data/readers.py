@@ -27,7 +27,7 @@ def read_prompt_files(paths: list[str], file_format: FileFormat) -> tuple[Prompt
     """
     if not paths:
         raise ValueError("no data files were given; give at least one path")
-    rows = {FileFormat.JSONL: _jsonl_rows, FileFormat.PARQUET: _parquet_rows}[file_format]
+    rows = {FileFormat.JSONL: jsonl_rows, FileFormat.PARQUET: _parquet_rows}[file_format]
     records: list[PromptRecord] = []
     for path in paths:
         before = len(records)
@@ -37,7 +37,8 @@ def read_prompt_files(paths: list[str], file_format: FileFormat) -> tuple[Prompt
     return tuple(records)
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """(line number, value) of each line that is not empty. Raises ValueError naming a line that is not JSON."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:

@@ -22,7 +22,7 @@ from hybridflow.kernels.native_ops import set_threads
 from hybridflow.micro_batch import MicroBatch, TokenColumns
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.decoder import DecoderStage, HeadOutput
-from hybridflow.models.hf_import import load_hf
+from hybridflow.models.hf_import import FRESH, FRESH_IN_TRAINING, load_hf
 from hybridflow.models.init import init_weights
 from hybridflow.models.layout import chunk_layers
 from hybridflow.parallel.collectives import all_reduce
@@ -77,6 +77,8 @@ class ForwardEngine:
     Storages hold uninitialised memory until `load` or `draw` fills them.
     """
 
+    fresh_heads = FRESH
+
     def __init__(self, model: ModelConfig, mesh: Mesh, head: Head, options: EngineOptions) -> None:
         self.model, self.mesh, self.head, self.options = model, mesh, head, options
         if options.batch_invariant:
@@ -121,9 +123,9 @@ class ForwardEngine:
         init_weights(self.storages, self.shard_map, self.mesh.world.rank, seed, self.model)
 
     def load(self, folder: str | Path, seed: int) -> None:
-        """Read this rank's boxes of a Hugging Face folder; a head that it does not have is drawn from `seed`."""
+        """Read this rank's boxes of a Hugging Face folder; a head that it may lack is drawn from `seed`."""
         self._require_turn()
-        load_hf(folder, self.storages, self.shard_map, self.mesh.world.rank, seed)
+        load_hf(folder, self.storages, self.shard_map, self.mesh.world.rank, seed, self.fresh_heads)
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], trace: Lane | None = None) -> list[Output]:
@@ -173,6 +175,8 @@ class TrainEngine(ForwardEngine):
         version: counts optimizer steps that changed the weights; whoever copies the weights keeps the number.
         num_updates: counts all optimizer steps, skipped ones too; ranks that do not have the engine know it as well.
     """
+
+    fresh_heads = FRESH_IN_TRAINING
 
     def __init__(self, model: ModelConfig, mesh: Mesh, head: Head, options: EngineOptions, *,
                  train: TrainOptions, adamw: AdamWSettings, lr: LrSchedule) -> None:

@@ -17,7 +17,7 @@ from hybridflow.generation.limits import DEFAULT_LIMITS, GenerationLimits, ranks
 from hybridflow.generation.records import Completion, Prompt, SamplingParams
 from hybridflow.generation.runner import StageRunner
 from hybridflow.generation.scheduler import Scheduler
-from hybridflow.generation.session import Session
+from hybridflow.generation.session import OnEnd, Session
 from hybridflow.generation.work_source import WorkSource
 from hybridflow.models.config import ModelConfig
 from hybridflow.models.decoder import DecoderStage
@@ -69,7 +69,7 @@ class Generator:
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int,
                  expected_version: int | None = None, *, source: WorkSource | None = None,
-                 interrupt: Callable[[], bool] | None = None) -> list[Completion]:
+                 interrupt: Callable[[], bool] | None = None, ended: OnEnd | None = None) -> list[Completion]:
         """Complete this replica's prompts, in their order.
 
         Each completion depends on the weights, `params`, `seed` and its own `Prompt` only (rule 4 of the design), up
@@ -83,6 +83,8 @@ class Generator:
             interrupt: asked in every step whether to stop; the leading rank's answer holds for its replica. What is
                 not finished then comes back as `INTERRUPTED`, and goes on as the `begun` of a prompt, under whatever
                 weights there are by then.
+            ended: called on every rank of the replica as soon as a response has ended, with the index of its prompt and
+                its ids.
 
         Raises:
             StaleWeightsError: the weights have another version, or there are none.
@@ -97,7 +99,7 @@ class Generator:
             scheduler = self._ready_scheduler()
             exchange = Exchange(self._mesh, params.draws_raw, self._config.hidden_size, self.stage.dtype)
             session = Session(self.runner, scheduler, exchange, prompts, params, seed,
-                              self.weight_version, self._config.vocab_size, self._decode, source)
+                              self.weight_version, self._config.vocab_size, self._decode, source, ended)
             try:
                 return session.run(interrupt)
             except BaseException:  # what was planned may never have been computed: the next call must not find it

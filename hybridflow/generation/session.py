@@ -30,6 +30,7 @@ from hybridflow.generation.stop_strings import StopStrings
 from hybridflow.generation.work_source import WorkSource
 
 NOTHING = Begun((), (), None, ())
+OnEnd = Callable[[int, tuple[int, ...]], None]  # of a request, its index among the prompts and its response ids
 DRAWS_AHEAD = 32
 
 
@@ -46,8 +47,14 @@ class Session:
 
     def __init__(self, runner: StageRunner, scheduler: Scheduler, exchange: Exchange, prompts: Sequence[Prompt],
                  params: SamplingParams, seed: int, version: int, vocab_size: int,
-                 decode: Callable[[Sequence[int]], str] | None, source: WorkSource | None) -> None:
-        """`source`: hands out the prompts of this replica; None: it has them all."""
+                 decode: Callable[[Sequence[int]], str] | None, source: WorkSource | None,
+                 ended: OnEnd | None = None) -> None:
+        """
+        Args:
+            source: hands out the prompts of this replica; None: it has them all.
+            ended: is told of every response that has ended.
+        """
+        self.on_end = ended
         self.runner, self.scheduler, self.exchange = runner, scheduler, exchange
         self.intake = None if source is None else Intake(source, scheduler)
         self.prompts, self.params, self.version = prompts, params, version
@@ -180,6 +187,8 @@ class Session:
         ended = self.scheduler.commit(plan, chosen.tokens, done)
         for sequence in ended:
             self.ended[sequence.request.index] = True
+            if self.on_end is not None:
+                self.on_end(sequence.request.index, (*sequence.request.begun, *sequence.response))
         if ended:
             self.stopped[requests[done]] = True
 

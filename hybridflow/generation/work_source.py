@@ -116,6 +116,38 @@ class OwnShare:
         return taken
 
 
+class PinnedShare:
+    """What is dealt to one replica where some prompts have begun: these go on where they are, and the rest is dealt so
+    that loads are even. The samples of a prompt stay on one replica.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams, pins: Sequence[int | None], replicas: int,
+                 replica: int) -> None:
+        """`pins`: by prompt the replica that has begun it; the same on every rank. Samples of a prompt have the same.
+        """
+        self.portions = [[] for _ in range(replicas)]
+        whole = portions(prompts, params, 1)
+        for portion in whole:
+            if (pin := pins[portion.indices[0]]) is not None:
+                self.portions[pin].append(portion)
+        loads = [(sum(portion.cost for portion in mine), place) for place, mine in enumerate(self.portions)]
+        heapify(loads)
+        for portion in (portion for portion in whole if pins[portion.indices[0]] is None):
+            load, place = loads[0]
+            self.portions[place].append(portion)
+            heapreplace(loads, (load + portion.cost, place))
+        # Oldest first: prompts are in the order in which they came.
+        mine = sorted(index for portion in self.portions[replica] for index in portion.indices)
+        self._waiting = mine[::-1]
+        self.most_rows = max(1, len(mine))
+        self.taken: list[int] = []
+
+    def take(self, rows: int) -> list[int]:
+        taken = self._waiting[-rows:][::-1]
+        del self._waiting[-rows:]
+        return taken
+
+
 class Count(Protocol):
     """A number that replicas raise one after another."""
 

@@ -137,6 +137,20 @@ class ModelConfig:
             file_dtype=_dtype(hf),
         )
 
+    def as_classifier(self) -> ModelConfig:
+        """The same decoder as a sequence classifier with one label, for export under a score head.
+
+        transformers reads a score at the last token that is not pad_token_id. So that it is the row's last token there
+        too, the padding is none of the ends; without another one (bos) there is none, and rows are scored one by one.
+        """
+        hf = self.to_hf_dict()
+        pad = hf.get("pad_token_id")
+        if pad is None or pad in self.eos_token_ids:
+            pad = None if self.bos_token_id in self.eos_token_ids else self.bos_token_id
+        hf |= {"architectures": [f"{CLASS_PREFIX[self.family]}ForSequenceClassification"], "pad_token_id": pad,
+               "id2label": {"0": "score"}, "label2id": {"score": 0}}
+        return replace(self, hf=hf)
+
     def to_hf_dict(self) -> dict[str, Any]:
         """The config.json of an export: the one that was read, else one made from the fields."""
         if self.hf:

@@ -34,18 +34,21 @@ TOKENIZER_FILES = ("tokenizer*", "tokenization_*.py", "*.model", "vocab*", "merg
 
 def export_hf(path: str | Path, config: ModelConfig, shard_map: ShardMap, storages: dict[str, Tensor], world: World,
               tokenizer_files: Sequence[Path] = (), *, dtype: torch.dtype | None = None,
-              writers: Sequence[int] = (0,), file_bytes: int = FILE_BYTES, round_bytes: int = ROUND_BYTES) -> None:
+              kept_dtype: torch.dtype | None = None, writers: Sequence[int] = (0,), file_bytes: int = FILE_BYTES,
+              round_bytes: int = ROUND_BYTES) -> None:
     """Write config.json, the weights and copies of `tokenizer_files` to `path`. Collective over the world.
 
     Args:
         storages: this rank's storages, as `shard_map` names them.
         dtype: of every tensor written; None: as in the files that `config` was read from, else as in the storages.
+        kept_dtype: of the storages; may be None where every rank has some.
         writers: ranks that write weight files; more than one only where all of them see the same file system.
         file_bytes: bound on the data of one file; with more than one file there is an index.
         round_bytes: bound on what a writer holds at once (tensors are cut to fit).
     """
     folder = Path(path)
-    dtypes = _file_dtypes(config, shard_map, storages, dtype)
+    kept_dtype = next(iter(storages.values())).dtype if kept_dtype is None else kept_dtype
+    dtypes = _file_dtypes(config, shard_map, kept_dtype, dtype)
     files = plan_files(shard_map.shapes, dtypes, file_bytes)
     owner = {file.name: writers[number % len(writers)] for number, file in enumerate(files)}
     if world.rank in writers:
@@ -168,9 +171,9 @@ def _write_pieces(streams: dict[str, BinaryIO], pieces: list[tuple[NewFile, Box]
         start += box.numel
 
 
-def _file_dtypes(config: ModelConfig, shard_map: ShardMap, storages: dict[str, Tensor],
+def _file_dtypes(config: ModelConfig, shard_map: ShardMap, kept_dtype: torch.dtype,
                  dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    usual = dtype or config.file_dtype or next(iter(storages.values())).dtype
+    usual = dtype or config.file_dtype or kept_dtype
     unusual = {} if dtype else config.tensor_dtypes
     return {name: unusual.get(name, usual) for name in shard_map.shapes}
 

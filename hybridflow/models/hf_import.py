@@ -6,6 +6,7 @@ Owns what a file must and may contain. Where boxes lie is the shard map's.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,28 @@ from hybridflow.parallel.shard_map import ShardMap
 
 PIECE_NUMEL = 1 << 24  # at most this many numbers are read at once
 HEADS = (LM_HEAD, VALUE_HEAD, SCORE_HEAD)
+# Heads that may be missing: of a model that answers, and of one that learns.
+FRESH, FRESH_IN_TRAINING = (VALUE_HEAD,), (VALUE_HEAD, SCORE_HEAD)
 
 
 @torch.no_grad()
-def load_hf(path: str | Path, storages: dict[str, Tensor], shard_map: ShardMap, rank: int, seed: int = 0) -> None:
+def load_hf(path: str | Path, storages: dict[str, Tensor], shard_map: ShardMap, rank: int, seed: int = 0,
+            fresh: Sequence[str] = FRESH) -> None:
     """Fill every storage of `rank` from the safetensors files of `path`, cast to the storages' dtype.
 
-    Heads of another kind in the files are left out. A value head that they lack starts fresh from `seed`, the same in
+    Heads of another kind in the files are left out. A head among `fresh` that they lack starts from `seed`, the same in
     every layout.
 
     Raises:
         ValueError: tensors that are missing, unknown or of another shape (all are listed), or no such files.
     """
     folder = Path(path)
-    files = require_tensors(folder, shard_map.shapes)
-    fresh = VALUE_HEAD in shard_map.shapes and VALUE_HEAD not in files
+    files = require_tensors(folder, shard_map.shapes, fresh)
+    missing = [name for name in fresh if name in shard_map.shapes and name not in files]
     by_file: dict[Path, list[Shard]] = defaultdict(list)
     for shard in shard_map.shards(rank):
-        if fresh and shard.box.name == VALUE_HEAD:
-            shape = shard_map.shapes[VALUE_HEAD]
+        if shard.box.name in missing:
+            shape = shard_map.shapes[shard.box.name]
             init_shard(storages, shard, shape, seed, head_std(shape[1]))
         else:
             by_file[files[shard.box.name]].append(shard)
@@ -49,14 +53,15 @@ def load_hf(path: str | Path, storages: dict[str, Tensor], shard_map: ShardMap, 
                 _read(tensors, shard, storages)
 
 
-def require_tensors(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Path]:
-    """The file of each tensor of a folder that has the tensors of `shapes`. Reads headers alone.
+def require_tensors(folder: Path, shapes: dict[str, tuple[int, ...]], fresh: Sequence[str] = FRESH) -> dict[str, Path]:
+    """The file of each tensor of a folder that has the tensors of `shapes`, but perhaps those of `fresh`. Reads headers
+    alone.
 
     Raises:
         ValueError: as `load_hf`.
     """
     files = tensor_files(folder)
-    _check(folder, files, shapes, set() if VALUE_HEAD in files else {VALUE_HEAD})
+    _check(folder, files, shapes, {name for name in fresh if name not in files})
     return files
 
 

@@ -38,6 +38,8 @@ _REWARD = (
     MetricInfo("reward/max", "reward", "Greatest reward of a rollout.", "-"),
     MetricInfo("reward/faults_*", "count", "Rollouts that the reward function failed on, by kind of fault. "
                "They are counted here and never become a silent 0.", "-"),
+    MetricInfo("reward/overlong_mean", "reward", "What a response loses for coming near the length limit "
+               "(algorithm.overlong_buffer), at most 0; reward/mean is without it.", _SAMPLES),
     MetricInfo("reward/extra_*", "as given", "Further numbers that the reward function returned.",
                "samples for which it returned the number"),
 )
@@ -57,6 +59,11 @@ _POLICY = (
     MetricInfo("policy/dual_clip_fraction", "fraction", "Tokens held by the dual clip (advantage below 0).",
                _TOKENS),
     MetricInfo("policy/kl_loss", "loss", "The KL term of the actor's loss, before its coefficient.", _UPDATES),
+    MetricInfo("rollout/staleness_mean", "versions", "Weight versions by which a token is behind those that learn from "
+               "it first. Only where generation overlaps training.", _TOKENS),
+    MetricInfo("rollout/carried", "rows", "Answers that have begun and are not learned from yet (generation.overlap "
+               "partial).", "-"),
+    MetricInfo("rollout/staleness_max", "versions", "The most of any token.", "-"),
     MetricInfo("policy/approx_kl", "nats", "KL from the policy that made the rollouts to the updated one (k3).",
                _TOKENS),
     MetricInfo("policy/entropy", "nats", "Entropy of the next-token distribution at the sampling temperature.",
@@ -70,6 +77,12 @@ _POLICY = (
                "training layout, before any update.", _TOKENS),
     MetricInfo("policy/log_prob_gap_max", "nats", "Greatest such gap of a token. Rounding: a few 1e-7 of the "
                "largest logit in fp32.", "-"),
+    MetricInfo("policy/correction_weight", "ratio", "Importance weight of the policy term (algorithm.correction), "
+               "bounded or masked.", _TOKENS),
+    MetricInfo("policy/correction_fraction", "fraction", "Tokens whose ratio of trainer to generator was out of "
+               "bounds: truncated or masked.", _TOKENS),
+    MetricInfo("policy/correction_ess", "fraction", "Effective sample size of those weights, (sum w)^2 / (n sum w^2).",
+               "trained tokens; responses where the correction is by sequence"),
     MetricInfo("policy/grad_norm", "norm", "Global L2 norm of the actor's gradient, before clipping.", _UPDATES),
     MetricInfo("policy/lr", "1", "The actor's learning rate at the last optimizer step.", "-"),
     MetricInfo("policy/loss_scale", "1", "The actor's loss scale for the next optimizer step (fp16).", "-"),
@@ -96,6 +109,27 @@ _SUPERVISED = (
     MetricInfo("sft/lr", "1", "Learning rate of the step.", "-"),
     MetricInfo("sft/loss_scale", "1", "Loss scale for the next step (fp16).", "-"),
 )
+_PAIRS = "pairs of the step, all ranks"
+_PREFERRED = "pairs, or answers of that kind in kto"
+_PREFERENCE = (
+    MetricInfo("preference/loss", "loss", "The loss, with every term in it.", "pairs (kto: answers) of the step"),
+    MetricInfo("preference/accuracy", "fraction", "Pairs whose chosen answer has the higher reward; equal ones count "
+               "half. Rewards are scores, or beta times the log-ratio to the reference.", _PAIRS),
+    MetricInfo("preference/margin", "reward", "Reward of good answers less that of bad ones.", _PREFERRED),
+    MetricInfo("preference/chosen_reward", "reward", "Reward of chosen (good) answers.", _PREFERRED),
+    MetricInfo("preference/rejected_reward", "reward", "Reward of rejected (bad) answers.", _PREFERRED),
+    MetricInfo("preference/nll", "nats", "Negative log-prob of the tokens of chosen answers, before nll_coef.",
+               "as algorithm.loss_reduction says"),
+    MetricInfo("preference/kl", "nats", "KL from the policy to the reference as kto estimates it, not below 0.",
+               "answers of the step, each with another's prompt"),
+    MetricInfo("preference/grad_norm", "norm", "Global L2 norm of the gradient, before clipping.", "-"),
+    MetricInfo("preference/lr", "1", "Learning rate of the step.", "-"),
+    MetricInfo("preference/loss_scale", "1", "Loss scale for the next step (fp16).", "-"),
+    MetricInfo("eval/preference_accuracy", "fraction", "As preference/accuracy on held-out pairs; kto: how often a "
+               "good answer is above a bad one, over all such couples.", "held-out pairs"),
+    MetricInfo("eval/preference_*", "as in training", "The same name of preference/ on held-out rows.",
+               "held-out pairs, or answers"),
+)
 _RUN = (
     MetricInfo("eval/accuracy", "fraction", "Held-out prompts answered right (full reward) by greedy decoding.",
                "held-out prompts"),
@@ -121,7 +155,8 @@ _RUN = (
                "not finite or no token was trained.", "-"),
 )
 
-METRICS: tuple[MetricInfo, ...] = (*_REWARD, *_ROLLOUT, *_POLICY, *_CRITIC, *_ADVANTAGE, *_SUPERVISED, *_RUN)
+METRICS: tuple[MetricInfo, ...] = (*_REWARD, *_ROLLOUT, *_POLICY, *_CRITIC, *_ADVANTAGE, *_SUPERVISED, *_PREFERENCE,
+                                   *_RUN)
 
 
 def find_metric(name: str) -> MetricInfo | None:

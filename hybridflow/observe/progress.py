@@ -147,17 +147,20 @@ class Pace:
 def cells(metrics: dict[str, float]) -> list[str]:
     """What is shown of a step. Example: `["1.84 s", "reward 0.412", "KL 0.0031", "5,120 tokens/s"]`.
 
-    KL is that to the reference, and is left out where the run has none. A supervised step has a loss in place of reward
-    and KL.
+    KL is that to the reference, and is left out where the run has none. A supervised step, and one of preferences, has
+    a loss in place of reward and KL.
     """
-    if "sft/loss" in metrics:
-        learned = [_cell(metrics, "sft/loss", "loss {:.4f}")]
+    given = [name for name in ("sft/loss", "preference/loss") if name in metrics]
+    if given:
+        learned = [_cell(metrics, given[0], "loss {:.4f}")]
     else:
         learned = [_cell(metrics, "reward/mean", "reward {:.3f}")]
         if "policy/kl_reference" in metrics:
             learned.append(_cell(metrics, "policy/kl_reference", "KL {:.4f}"))
     speed = _cell(metrics, "perf/tokens_per_second", "{:,.0f} tokens/s")
     shown = [_cell(metrics, "time/step", "{:.2f} s"), *learned, speed]
+    if "eval/preference_accuracy" in metrics:
+        shown.append(_cell(metrics, "eval/preference_accuracy", "held-out preference accuracy {:.3f}"))
     if "eval/accuracy" in metrics:
         shown.append(_cell(metrics, "eval/accuracy", "held-out accuracy {:.3f}"))
     return shown

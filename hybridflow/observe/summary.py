@@ -27,8 +27,10 @@ def summarise(records: Sequence[MetricRecord]) -> str:
     sentences = [
         _length(records),
         _went(records, "reward/mean", "Mean reward"),
-        _accuracy(records),
+        _measured(records, "eval/accuracy", "Held-out greedy accuracy"),
         _went(records, "sft/loss", "The supervised loss"),
+        _went(records, "preference/loss", "The preference loss"),
+        _measured(records, "eval/preference_accuracy", "Held-out preference accuracy"),
         _drift(records),
         _speed(records),
         _phases(records),
@@ -65,17 +67,18 @@ def _went(records: Sequence[MetricRecord], metric: str, words: str) -> str:
     return f"{words} went from {first:.3f} to {last:.3f} (means of the first and last {END_STEPS} steps)."
 
 
-def _accuracy(records: Sequence[MetricRecord]) -> str:
-    evaluated = [record for record in records if "eval/accuracy" in record and record["eval/accuracy"] is not None]
+def _measured(records: Sequence[MetricRecord], metric: str, words: str) -> str:
+    """From the first to the last evaluation, and where it was best."""
+    evaluated = [record for record in records if metric in record and record[metric] is not None]
     if not evaluated:
         return ""
-    first, last = evaluated[0]["eval/accuracy"], evaluated[-1]["eval/accuracy"]
-    best = max(evaluated, key=lambda record: record["eval/accuracy"])
-    top = best["eval/accuracy"]
+    first, last = evaluated[0][metric], evaluated[-1][metric]
+    best = max(evaluated, key=lambda record: record[metric])
+    top = best[metric]
     if len(evaluated) == 1:
-        return f"Held-out greedy accuracy was {last:.3f}."
+        return f"{words} was {last:.3f}."
     where = "" if top == last else f", and was best at step {best['step']} ({top:.3f})"
-    return f"Held-out greedy accuracy went from {first:.3f} to {last:.3f}{where}."
+    return f"{words} went from {first:.3f} to {last:.3f}{where}."
 
 
 def _drift(records: Sequence[MetricRecord]) -> str:

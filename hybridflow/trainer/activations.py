@@ -33,7 +33,8 @@ def activation_peaks(config: Config, world_size: int, model: ModelConfig, schedu
     if schedule is None:
         count = math.micro_batches or ceil_div(math.rollouts_per_replica, len(shape.lengths))
         schedule = ScheduleKind(config.train.schedule.value).compute(options.chunks, count)
-    memory = ActivationMemory(model, Head.LANGUAGE_MODEL, options.dtype, layout.tp, layout.cp,
+    head = Head.SCORE if command is Command.REWARD_MODEL else Head.LANGUAGE_MODEL
+    memory = ActivationMemory(model, head, options.dtype, layout.tp, layout.cp,
                               options.sequence_parallel and layout.tp > 1, options.recompute, options.recompute_layers)
     layers = chunk_layers(model.num_layers, options.chunks, options.layers_per_chunk)
     return memory.peaks(schedule, [shape] * schedule.num_micro_batches, layers)
@@ -43,23 +44,24 @@ def longest_rows(config: Config, math: BatchMath, cp: int = 1, multiple_of: int 
                  command: Command = Command.TRAIN) -> PackedShape:
     """A rank's part of the largest micro-batch: as many of the longest rows as run at once, or as there are.
 
-    The response of a pair in `sft` may be all of its tokens but one.
+    The response of a pair in `sft` may be all of its tokens but one. Of pairs of two rows as many pairs run at once.
 
     Args:
         multiple_of: what a rank's tokens are padded to a multiple of.
     """
     response, at_once, multiple = config.generation.max_new_tokens, trained_at_once(config), cp * multiple_of
-    length = config.data.max_prompt_length + response
+    length, rows_of_unit = config.data.max_prompt_length + response, 2 if command.has_pairs else 1
     if command is Command.SFT:
         response = length - 1
     if at_once.tokens is None:
         assert at_once.rows is not None
-        rows = at_once.rows
+        units = at_once.rows
     else:
         room = at_once.tokens - at_once.tokens % multiple  # as `packing.by_tokens` fills it
-        rows = max(1, room // length)
-    rows = min(rows, math.rollouts_per_replica)
-    return PackedShape((length,) * rows, round_up(rows * length, multiple) // cp, ceil_div(rows * response, cp))
+        units = max(1, room // (length * rows_of_unit))
+    rows = min(units, math.rollouts_per_replica) * rows_of_unit
+    targets = rows if command is Command.REWARD_MODEL else rows * response  # a score head answers once a row
+    return PackedShape((length,) * rows, round_up(rows * length, multiple) // cp, ceil_div(targets, cp))
 
 
 def activation_line(config: Config, world_size: int, model: ModelConfig, schedule: Schedule | None = None,
@@ -69,7 +71,8 @@ def activation_line(config: Config, world_size: int, model: ModelConfig, schedul
     """
     peaks = activation_peaks(config, world_size, model, schedule, command)
     layout = config.train.layout
-    shape = longest_rows(config, BatchMath.of(config, world_size), layout.cp, token_multiple(layout) // layout.cp)
+    shape = longest_rows(config, BatchMath.of(config, world_size), layout.cp, token_multiple(layout) // layout.cp,
+                         command)
     stages = "stage 0" if len(peaks) == 1 else f"stages {', '.join(str(stage) for stage in range(len(peaks)))}"
     # Ragged rows of the same tokens are padded by a quarter at most, in attention alone.
     most = "about" if trained_at_once(config).tokens is not None else "at most"

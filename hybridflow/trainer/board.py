@@ -21,16 +21,20 @@ class Board:
         said: true of the whole job; who writes the same ones writes the same numbers.
         summed: a rank's part of a sum over all ranks.
         largest: of which the largest of all ranks counts.
+        trouble: a sentence on what went wrong, None if nothing did; after `shared` that of the first rank with one.
     """
 
     said: Metrics = field(default_factory=dict)
     summed: Metrics = field(default_factory=dict)
     largest: Metrics = field(default_factory=dict)
+    trouble: str | None = None
 
     def shared(self, world: World) -> Metrics:
         """What all ranks have written, the same on each of them. Collective over the world."""
         total: Metrics = {}
-        for said, summed, largest in share_json(world, [self.said, self.summed, self.largest]):
+        told = share_json(world, [self.said, self.summed, self.largest, self.trouble])
+        self.trouble = next((trouble for *_, trouble in told if trouble is not None), None)
+        for said, summed, largest, _ in told:
             total |= said
             for name, part in summed.items():
                 total[name] = total.get(name, 0.0) + part

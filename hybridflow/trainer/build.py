@@ -10,15 +10,20 @@ from functools import partial
 
 import torch
 
+from hybridflow.algorithms.advantages import AdvantageOptions
+from hybridflow.algorithms.correction import Bounding, Correction, RatioOf
 from hybridflow.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator
 from hybridflow.algorithms.losses import Clip
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.algorithms.reduction import LossReduction
+from hybridflow.config.algorithm_schema import AlgorithmConfig, ClipConfig, CorrectionConfig
 from hybridflow.config.batch_math import BatchMath, scored_at_once, trained_at_once
 from hybridflow.config.layouts import Role, generation_layout, generation_ranks, role_layout, role_ranks, roles
 from hybridflow.config.model_schema import LayoutConfig
+from hybridflow.config.recipe import with_recipe
 from hybridflow.config.schema import Config, OptimizerConfig
-from hybridflow.config.words import AlgorithmName, EngineName, KLWhere
+from hybridflow.config.words import CorrectionLevel, EngineName, KLWhere, Overlap
+from hybridflow.crew import Crew
 from hybridflow.engine.blueprint import Blueprint, Elsewhere
 from hybridflow.engine.native import ForwardEngine, TrainEngine
 from hybridflow.engine.options import EngineOptions
@@ -39,7 +44,7 @@ from hybridflow.parallel.mesh import Mesh, Outside, mesh_of
 from hybridflow.parallel.optimizer import Decay, LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.world import World
-from hybridflow.trainer.advantage import Advantages, GrpoAdvantages, KlPenalty, PpoAdvantages
+from hybridflow.trainer.advantage import Advantages, KlPenalty, SoftOverlong
 from hybridflow.trainer.engine_options import DTYPES, MIB, engine_options, grid_of, train_options, weight_mode
 from hybridflow.trainer.inputs import Inputs, model_shape, text_folder
 from hybridflow.trainer.reward_source import FunctionRewards, ModelRewards
@@ -75,6 +80,10 @@ class Builder:
         """
         return self._trained(Role.ACTOR, Head.LANGUAGE_MODEL, self.config.model.path, self.config.train.optimizer,
                              updates, temperature)
+
+    def scorer(self, updates: int) -> TrainedRole:
+        """A reward model that learns, in the actor's place: the start weights under a score head."""
+        return self._trained(Role.ACTOR, Head.SCORE, self.config.model.path, self.config.train.optimizer, updates)
 
     def critic(self, updates: int) -> TrainedRole:
         path = self.config.model.critic.path or self.config.model.path
@@ -146,6 +155,16 @@ class Builder:
         """How replicas come to their prompts."""
         return Balance(self.config.generation.balance.value)
 
+    def crew(self) -> Crew | None:
+        """The ranks that work on a batch once it is generated: all, or where generation goes on meanwhile those with a
+        role. None on the others. Collective.
+        """
+        if self.config.generation.overlap is Overlap.NONE:
+            return Crew.whole(self.world)
+        size = self.world.size
+        return Crew.of(self.world, sorted({rank for role in roles(self.config)
+                                           for rank in role_ranks(self.config, role, size)}))
+
     def rewards(self) -> FunctionRewards | ModelRewards:
         """The reward model if there is one, else the reward function."""
         if self.inputs.reward_function is None:
@@ -153,24 +172,28 @@ class Builder:
         return FunctionRewards(self.inputs.reward_function, self.inputs.tokenizer, self.inputs.ends, self.world)
 
     def advantages(self) -> Advantages:
-        algorithm = self.config.algorithm
-        if algorithm.name is AlgorithmName.GRPO:
-            return GrpoAdvantages(algorithm.grpo_std_normalise)
-        return PpoAdvantages(algorithm.gamma, algorithm.lam, algorithm.normalise_advantages, self._kl_penalty())
+        algorithm, buffer = _algorithm(self.config), _algorithm(self.config).overlong_buffer
+        assert self.inputs.estimator is not None, "the inputs were read for a run that scores"
+        options = AdvantageOptions(algorithm.gamma, algorithm.lam, algorithm.grpo_std_normalise)
+        overlong = SoftOverlong(self.config.generation.max_new_tokens, buffer) if buffer else None
+        return Advantages(self.inputs.estimator, options, bool(algorithm.normalise_advantages), self._kl_penalty(),
+                          overlong)
 
     def _kl_penalty(self) -> KlPenalty | None:
-        kl = self.config.algorithm.kl
+        kl = _algorithm(self.config).kl
         if kl.where is not KLWhere.REWARD:
             return None
         controller = FixedKl(kl.coef) if kl.target is None else AdaptiveKl(kl.coef, kl.target)
         return KlPenalty(KlEstimator(kl.estimator.value), controller)
 
     def actor_objective(self) -> ActorObjective:
-        algorithm, kl = self.config.algorithm, self.config.algorithm.kl
+        algorithm, kl = _algorithm(self.config), _algorithm(self.config).kl
         in_loss = kl.where is KLWhere.LOSS
-        return ActorObjective(Clip(algorithm.clip.low, algorithm.clip.high, algorithm.clip.dual),
-                              entropy_coef=algorithm.entropy_coef, kl_coef=kl.coef if in_loss else 0.0,
-                              kl_estimator=KlEstimator(kl.estimator.value) if in_loss else None)
+        assert self.inputs.policy_loss is not None, "the inputs were read for a run that scores"
+        return ActorObjective(_clip(algorithm.clip), entropy_coef=algorithm.entropy_coef,
+                              kl_coef=kl.coef if in_loss else 0.0,
+                              kl_estimator=KlEstimator(kl.estimator.value) if in_loss else None,
+                              policy_loss=self.inputs.policy_loss, correction=_correction(algorithm.correction))
 
     def critic_objective(self) -> CriticObjective:
         return CriticObjective(self.config.algorithm.value_clip, self.config.algorithm.value_loss_coef)
@@ -182,7 +205,7 @@ class Builder:
                               self.inputs.ends.ids, self.inputs.ends.strings)
 
     def reduction(self) -> Reduction:
-        algorithm = self.config.algorithm
+        algorithm = _algorithm(self.config)
         kind = LossReduction(algorithm.loss_reduction.value)
         if kind is not LossReduction.CONSTANT_LENGTH:
             return Reduction(kind)
@@ -252,6 +275,23 @@ class Builder:
         own = self.config.train.critic_optimizer
         given = {name: value for name, value in vars(own).items() if value is not None}
         return replace(self.config.train.optimizer, **given)
+
+
+def _algorithm(config: Config) -> AlgorithmConfig:
+    """The algorithm block with nothing left open."""
+    return with_recipe(config).algorithm
+
+
+def _clip(clip: ClipConfig) -> Clip:
+    """The bounds; those of a policy loss that has none stay at the defaults, unread."""
+    given = {name: value for name, value in vars(clip).items() if value is not None}
+    return Clip(**given)
+
+
+def _correction(correction: CorrectionConfig) -> Correction | None:
+    if correction.level is CorrectionLevel.NONE:
+        return None
+    return Correction(RatioOf(correction.level.value), Bounding(correction.how.value), correction.low, correction.high)
 
 
 def rl_updates(config: Config, world_size: int) -> int:

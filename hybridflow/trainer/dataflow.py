@@ -17,10 +17,10 @@ from torch import Tensor
 from hybridflow.algorithms.losses import finish_metrics
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.engine.blueprint import Elsewhere
 from hybridflow.engine.native import Output, Update
-from hybridflow.generation.records import SamplingParams
 from hybridflow.micro_batch import TokenColumns
 from hybridflow.models.decoder import HeadOutput
 from hybridflow.observe.phases import Phase, PhaseTimer
@@ -31,6 +31,8 @@ from hybridflow.trainer.advantage import Advantages
 from hybridflow.trainer.board import Board, Metrics
 from hybridflow.trainer.roles import Lesson, ScoringRole, TrainedRole
 from hybridflow.trainer.rollout import Sampler
+from hybridflow.trainer.rollout_source import Experience, RolloutSource
+from hybridflow.trainer.staleness import staleness
 
 
 class Judgement(Protocol):
@@ -40,8 +42,10 @@ class Judgement(Protocol):
         """This rank's part of it."""
         ...
 
-    def result(self) -> tuple[Tensor, Metrics]:
-        """Scores `[rows]` fp64, equal on every rank, NaN where the reward failed; and metrics. Collective."""
+    def result(self, crew: Crew) -> tuple[Tensor, Metrics]:
+        """Scores `[rows]` fp64, equal on every rank of the crew, NaN where the reward failed; and metrics. Collective
+        over the crew, where all rows are at home.
+        """
         ...
 
 
@@ -75,15 +79,23 @@ class Roles:
     critic: TrainedRole | None = None
     reference: ScoringRole | None = None
 
+    @property
+    def scoring(self) -> dict[str, tuple[Phase, ScoringRole]]:
+        """By column who says something of each response token, whatever is learned from it."""
+        found: dict[str, tuple[Phase, ScoringRole]] = {}
+        if self.reference is not None:
+            found["ref_log_probs"] = Phase.REFERENCE, self.reference
+        if self.critic is not None:
+            found["old_values"] = Phase.VALUES, self.critic
+        return found
+
 
 @dataclass(frozen=True)
 class StepPlan:
     """The numbers of a step. `rows_per_update` rollouts make one optimizer step; `epochs` passes over a rollout."""
 
-    samples_per_prompt: int
     rows_per_update: int
     epochs: int
-    sampling: SamplingParams
 
 
 class Dataflow:
@@ -93,45 +105,48 @@ class Dataflow:
     updates before the first one: roles with the same ranks then take turns, others work at the same time.
     """
 
-    def __init__(self, roles: Roles, advantages: Advantages, actor_loss: ActorObjective, critic_loss: CriticObjective,
-                 plan: StepPlan, timer: PhaseTimer) -> None:
-        self.roles, self.advantages, self.plan, self.timer = roles, advantages, plan, timer
-        self.actor_loss, self.critic_loss = actor_loss, critic_loss
+    def __init__(self, roles: Roles, source: RolloutSource, advantages: Advantages, actor_loss: ActorObjective,
+                 critic_loss: CriticObjective, plan: StepPlan, timer: PhaseTimer, crew: Crew | None) -> None:
+        """`crew`: the ranks that work on a batch once it is generated; None on the others."""
+        self.roles, self.source, self.advantages, self.plan, self.timer = roles, source, advantages, plan, timer
+        self.actor_loss, self.critic_loss, self.crew = actor_loss, critic_loss, crew
 
     @property
     def world(self) -> World:
         return self.roles.actor.world
 
-    def step(self, prompts: Sequence[TokenisedPrompt]) -> tuple[Batch, Board]:
-        """Learn from fresh answers to `prompts` (the same on every rank). Collective."""
+    def step(self, prompts: Sequence[TokenisedPrompt]) -> tuple[Experience, Board]:
+        """Learn from answers to `prompts` (the same on every rank), or to earlier ones while these are generated."""
         board = Board()
         with self.timer.step():
-            batch = self.generate(prompts, board)
-            batch = self.judge(batch, prompts, board)
-            batch, estimated = self.advantages(batch, self.world)
-            board.said |= estimated
-            self.learn(batch, board)
+            experience = self.source.next(prompts, board)
+            if self.crew is not None:
+                experience = replace(experience, batch=self.learn_from(experience, self.crew, board))
+            else:  # others learn meanwhile
+                self.roles.actor.trainer.num_updates += len(self.update_rows(experience.batch))
             self.world.outbox.finish()
-        return batch, board
+        return experience, board
 
-    def generate(self, prompts: Sequence[TokenisedPrompt], board: Board) -> Batch:
-        """Reshard the actor and let it answer."""
-        rollout = self.roles.sampler.sample(prompts, self.plan.sampling, self.plan.samples_per_prompt)
-        board.said |= rollout.metrics()
-        self.roles.sampler.tell_reshard(board)
-        return rollout.batch
+    def learn_from(self, experience: Experience, crew: Crew, board: Board) -> Batch:
+        """Judge a batch, estimate advantages, update the critic and the actor. Collective over the crew."""
+        batch = self.judge(experience, crew, board)
+        batch, estimated = self.advantages(batch, crew)
+        board.said |= estimated | staleness(batch, self.roles.actor.trainer, crew)
+        self.learn(batch, board)
+        return batch
 
-    def judge(self, batch: Batch, prompts: Sequence[TokenisedPrompt], board: Board) -> Batch:
-        """Scores, and reference log-probs, old log-probs and values, each where the algorithm needs it."""
-        roles = self.roles
-        scores, asked = roles.rewards.ask(batch, prompts), {}
-        if roles.reference is not None:
-            asked["ref_log_probs"] = Phase.REFERENCE, roles.reference.ask_tokens(batch)
-        if len(self.update_rows(batch)) > 1:  # else old is the policy itself: ratio exactly 1, and no pass needed
-            asked["old_log_probs"] = Phase.LOG_PROBS, roles.actor.ask_tokens(batch)
-        if roles.critic is not None:
-            once = len(self.update_rows(batch)) == 1
-            asked["old_values"] = Phase.VALUES, roles.critic.ask_tokens(batch, keep_forward=once)
+    def judge(self, experience: Experience, crew: Crew, board: Board) -> Batch:
+        """Scores, and reference log-probs, old log-probs and values, each where the algorithm needs it and nobody has
+        seen to it already.
+        """
+        roles, batch, streamed = self.roles, experience.batch, experience.streamed
+        scores, wanted = roles.rewards.ask(batch, experience.prompts), dict(roles.scoring)
+        once = len(self.update_rows(batch)) == 1  # then old is the policy itself: ratio exactly 1, and no pass needed
+        if not once:
+            wanted["old_log_probs"] = Phase.LOG_PROBS, roles.actor
+        asked = {column: (phase, streamed[column] if column in streamed
+                          else role.ask_tokens(batch, keep_forward=once and role is roles.critic))
+                 for column, (phase, role) in wanted.items()}
         with self.timer.phase(Phase.REWARD):
             scores.work()
         for phase, answers in asked.values():
@@ -139,8 +154,9 @@ class Dataflow:
                 answers.work()
         batch = batch.with_columns(**{name: answers.result() for name, (_, answers) in asked.items()})
         with self.timer.phase(Phase.REWARD):
-            row_scores, metrics = scores.result()
+            row_scores, metrics = scores.result(crew)
         board.said |= metrics | score_moments(row_scores)
+        board.trouble = roles.rewards.last_fault
         return replace(batch, scores=row_scores)
 
     def learn(self, batch: Batch, board: Board) -> None:
@@ -194,11 +210,12 @@ class Dataflow:
         return self.critic_loss(output, columns)
 
 
-def judged(rewards: RewardSource, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Tensor, Metrics]:
+def judged(rewards: RewardSource, batch: Batch, prompts: Sequence[TokenisedPrompt],
+           crew: Crew) -> tuple[Tensor, Metrics]:
     """What `Judgement.result` gives, at once. Collective."""
     judgement = rewards.ask(batch, prompts)
     judgement.work()
-    return judgement.result()
+    return judgement.result(crew)
 
 
 def present(updates: Sequence[Update | None]) -> list[Update]:
@@ -233,7 +250,9 @@ def score_moments(scores: Tensor) -> Metrics:
 POLICY_NAMES = {"loss": "policy/loss", "policy_loss": "policy/surrogate_loss", "clip_fraction": "policy/clip_fraction",
                 "approx_kl": "policy/approx_kl", "entropy": "policy/entropy", "kl": "policy/kl_reference",
                 "ratio": "policy/ratio_mean", "dual_clip_fraction": "policy/dual_clip_fraction",
-                "kl_loss": "policy/kl_loss", "rollout_gap": "policy/log_prob_gap_mean"}
+                "kl_loss": "policy/kl_loss", "rollout_gap": "policy/log_prob_gap_mean",
+                "correction_weight": "policy/correction_weight", "correction_ess": "policy/correction_ess",
+                "correction_fraction": "policy/correction_fraction"}
 CRITIC_NAMES = {"value_loss": "critic/loss", "value_clip_fraction": "critic/clip_fraction",
                 "value": "critic/value_mean", "return": "critic/return_mean",
                 "value_error": "critic/value_error", "explained_variance": "critic/explained_variance"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.records import SamplingParams
 from hybridflow.observe.phases import Phase
@@ -29,7 +30,7 @@ class Evaluator:
             return {}
         with self.sampler.timer.phase(Phase.EVALUATE):
             rollout = self.sampler.sample(self.prompts, self.greedy, 1)
-            scores, _ = judged(self.rewards, rollout.batch, self.prompts)
+            scores, _ = judged(self.rewards, rollout.batch, self.prompts, Crew.whole(self.sampler.world))
         known = scores[~scores.isnan()]
         metrics = {"eval/faults": float(len(scores) - len(known))}
         if not len(known):

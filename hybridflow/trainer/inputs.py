@@ -11,6 +11,11 @@ from pathlib import Path
 
 import torch
 
+from hybridflow.algorithms.advantages import Estimator
+from hybridflow.algorithms.functions import find_estimator, find_policy_loss
+from hybridflow.algorithms.policy import PolicyLoss
+from hybridflow.config.algorithm_schema import AlgorithmConfig
+from hybridflow.config.recipe import with_recipe
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
 from hybridflow.config.words import EngineName
@@ -18,7 +23,7 @@ from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.generation.blocks import BLOCK_TOKENS
 from hybridflow.kernels.native_build import Unavailable, native_library
 from hybridflow.models.config import Head, ModelConfig
-from hybridflow.models.hf_import import require_tensors
+from hybridflow.models.hf_import import FRESH, FRESH_IN_TRAINING, require_tensors
 from hybridflow.models.layout import split_heads
 from hybridflow.models.weights import canonical_shapes
 from hybridflow.parallel.arithmetic import ceil_div
@@ -36,6 +41,7 @@ class Inputs:
         model: the actor's shape.
         ends: what ends a response: the tokenizer's and the model's ends, and generation.stop.
         reward_function: with its workers running; None where a reward model scores, or nothing does.
+        estimator, policy_loss: those of the algorithm, the user's own files run; None where nothing is scored.
     """
 
     config: Config
@@ -43,25 +49,29 @@ class Inputs:
     model: ModelConfig
     ends: ResponseEnds
     reward_function: RewardFunction | None
+    estimator: Estimator | None = None
+    policy_loss: PolicyLoss | None = None
 
     @classmethod
-    def read(cls, config: Config, tokenizer: Tokenizer | None = None, *, scores: bool = True) -> Inputs:
+    def read(cls, config: Config, tokenizer: Tokenizer | None = None, *, scores: bool = True,
+             head: Head = Head.LANGUAGE_MODEL) -> Inputs:
         """Open what `config` names.
 
         Args:
             tokenizer: one that has just been made; None opens the configured one.
             scores: whether answers will be scored; only then are the models besides the actor looked at, and a reward
                 function started.
+            head: what model.path is trained under; a score head may be missing there.
 
         Raises:
-            ValueError: a file, a model's tensors, an id to stop at, or the reward function is not as it must be, or
-                this machine cannot compute as generation.batch_invariant asks, or has no generation.engine.
+            ValueError: a file, a model's tensors, an id to stop at, or a function is not as it must be, or this machine
+                 cannot compute as generation.batch_invariant asks, or has no generation.engine.
         """
         if config.generation.batch_invariant:
             require_invariance(default_device(0))
         opened = open_tokenizer(config.model.tokenizer or config.model.path) if tokenizer is None else tokenizer
         model = model_shape(config, config.model.path, opened)
-        require_weights("model.path", config.model.path, Head.LANGUAGE_MODEL)
+        require_weights("model.path", config.model.path, head, FRESH_IN_TRAINING)
         if scores:
             require_cache(config, model, config.data.max_prompt_length)
             require_weights("model.critic.path", config.model.critic.path, Head.VALUE)
@@ -69,7 +79,10 @@ class Inputs:
         ends = response_ends(config.generation.stop, opened, model)
         if config.generation.engine is EngineName.VLLM:
             require_vllm(config, ends)
-        return cls(config, opened, model, ends, _reward_function(config) if scores else None)
+        if not scores:
+            return cls(config, opened, model, ends, None)
+        functions = _algorithm_functions(with_recipe(config).algorithm)
+        return cls(config, opened, model, ends, _reward_function(config), *functions)
 
 
 def require_cache(config: Config, model: ModelConfig, longest_prompt: int) -> None:
@@ -135,8 +148,8 @@ def model_shape(config: Config, path: str | None, tokenizer: Tokenizer | None) -
     return replace(model, eos_token_ids=tokenizer.stop_ids) if tokenizer else model
 
 
-def require_weights(key: str, path: str | None, head: Head) -> None:
-    """The folder that `key` names, if it names one, has the tensors of its model under `head`.
+def require_weights(key: str, path: str | None, head: Head, fresh: Sequence[str] = FRESH) -> None:
+    """The folder that `key` names, if any, has the tensors of its model under `head`, but perhaps the `fresh` heads.
 
     Raises:
         ValueError: as `load_hf`; the key is named.
@@ -144,7 +157,7 @@ def require_weights(key: str, path: str | None, head: Head) -> None:
     if path is None:
         return
     try:
-        require_tensors(Path(path), canonical_shapes(ModelConfig.from_hf_folder(path), head))
+        require_tensors(Path(path), canonical_shapes(ModelConfig.from_hf_folder(path), head), fresh)
     except ValueError as error:
         wanted = "; it must be a *ForSequenceClassification with one label" if head is Head.SCORE else ""
         raise ValueError(f"{key} = {error}{wanted}") from None
@@ -168,6 +181,12 @@ def response_ends(stops: Sequence[int | str], tokenizer: Tokenizer, model: Model
     if wrong:
         raise ValueError("; ".join(wrong))
     return ResponseEnds(tuple(dict.fromkeys(ids)), tuple(dict.fromkeys(strings)))
+
+
+def _algorithm_functions(algorithm: AlgorithmConfig) -> tuple[Estimator, PolicyLoss]:
+    """Of an algorithm with nothing left open."""
+    assert algorithm.advantage is not None and algorithm.policy_loss is not None
+    return find_estimator(algorithm.advantage), find_policy_loss(algorithm.policy_loss)
 
 
 def _reward_function(config: Config) -> RewardFunction | None:

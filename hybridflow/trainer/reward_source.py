@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.exchange import share_json
 from hybridflow.parallel.world import World
 from hybridflow.response_text import ResponseEnds, answer_text
 from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.records import FaultKind, RewardRequest, RewardResult
-from hybridflow.trainer.roles import RowScores, ScoringRole, sum_over_world
+from hybridflow.trainer.roles import RowScores, ScoringRole
 
 
 class FunctionRewards:
@@ -51,14 +51,14 @@ class FunctionRewards:
         return RewardRequest(record.data_source, answer_text(self.tokenizer, response, self.ends),
                              record.ground_truth, record.extra_info, record.entry)
 
-    def tell(self, result: RewardResult, requests: Sequence[RewardRequest]) -> dict[str, float]:
+    def tell(self, result: RewardResult, requests: Sequence[RewardRequest], crew: Crew) -> dict[str, float]:
         """The metrics of all ranks' rows, and the first rank's sentence on faults into `last_fault`."""
         faults = {kind.value: result.faults[kind] for kind in FaultKind}
-        told = share_json(self.world, [faults, result.fault_sentence(requests), _numbers(result)])
+        told = crew.share([faults, result.fault_sentence(requests), _numbers(result)])
         total = sum(sum(counts.values()) for counts, _, _ in told)
-        self.last_fault = next((f"{total} rewards failed over all ranks; rank {rank}: {sentence}" if self.world.size > 1
-                                else sentence
-                                for rank, (_, sentence, _) in enumerate(told) if sentence is not None), None)
+        sentences = [(rank, sentence) for rank, (_, sentence, _) in zip(crew.group.ranks, told) if sentence is not None]
+        self.last_fault = next((f"{total} rewards failed over all ranks; rank {rank}: {sentence}" if crew.size > 1
+                                else sentence for rank, sentence in sentences), None)
         metrics = {f"reward/faults_{name}": float(sum(counts[name] for counts, _, _ in told)) for name in faults}
         extras: dict[str, list[float]] = defaultdict(list)
         for _, _, numbers in told:
@@ -81,11 +81,11 @@ class FunctionJudgement:
         """Judge them."""
         self._result = self._source.function.score(self._requests)
 
-    def result(self) -> tuple[Tensor, dict[str, float]]:
-        """Scores of all rows, and metrics. Collective over the world."""
-        world, table = self._source.world, torch.zeros(self._num_rows, dtype=torch.float64)
+    def result(self, crew: Crew) -> tuple[Tensor, dict[str, float]]:
+        """Scores of all rows, and metrics. Collective over the crew, where all rows are at home."""
+        table = torch.zeros(self._num_rows, dtype=torch.float64)
         table[self._mine] = self._result.scores
-        return sum_over_world(table.to(world.device), world), self._source.tell(self._result, self._requests)
+        return crew.sum(table.to(crew.world.device)), self._source.tell(self._result, self._requests, crew)
 
 
 class ModelRewards:
@@ -115,9 +115,9 @@ class ModelJudgement:
         """Let the model score them."""
         self._asked.work()
 
-    def result(self) -> tuple[Tensor, dict[str, float]]:
-        """Scores of all rows. Collective over the world."""
-        return self._asked.result(), {}
+    def result(self, crew: Crew) -> tuple[Tensor, dict[str, float]]:
+        """Scores of all rows. Collective over the crew."""
+        return self._asked.result(crew), {}
 
 
 def _numbers(result: RewardResult) -> dict[str, list[float]]:

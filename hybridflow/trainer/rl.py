@@ -8,6 +8,7 @@ from pathlib import Path
 from hybridflow.batch import Batch
 from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.layouts import Role, roles
+from hybridflow.config.words import Overlap
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import prompt_text
 from hybridflow.exchange import share_json
@@ -17,12 +18,15 @@ from hybridflow.observe.trace import Trace, TraceCategory, settle_device
 from hybridflow.parallel.comm_hook import CommHook
 from hybridflow.parallel.world import World
 from hybridflow.response_text import answer_text
+from hybridflow.trainer.board import Metrics
 from hybridflow.trainer.build import Builder, rl_updates
-from hybridflow.trainer.dataflow import Dataflow, Metrics, Roles, StepPlan
+from hybridflow.trainer.dataflow import Dataflow, Roles, StepPlan
 from hybridflow.trainer.evaluate import Evaluator
-from hybridflow.trainer.export import export_actor
+from hybridflow.trainer.export import export_role
 from hybridflow.trainer.inputs import Inputs
+from hybridflow.trainer.partial import PartialRollouts
 from hybridflow.trainer.rollout import Sampler
+from hybridflow.trainer.rollout_source import OneStepOff, OnPolicy, RolloutSource
 
 
 class RLTrainer:
@@ -31,6 +35,7 @@ class RLTrainer:
     Attributes:
         model: the actor's shape.
         prompts, batch: of the last step, None before the first.
+        trouble: a sentence on what went wrong with its rewards, None if nothing did.
         trace: records one step when it is started.
     """
 
@@ -46,10 +51,12 @@ class RLTrainer:
         builder = Builder(inputs, world, self.trace, comm_hook)
         self.sampling = builder.sampling()
         self.roles = self._make_roles(builder)
-        self.dataflow = Dataflow(self.roles, builder.advantages(), builder.actor_objective(),
-                                 builder.critic_objective(), self._plan(), self.timer)
+        self.crew = builder.crew()
+        self.dataflow = Dataflow(self.roles, self._source(), builder.advantages(), builder.actor_objective(),
+                                 builder.critic_objective(), self._plan(), self.timer, self.crew)
         self.prompts: Sequence[TokenisedPrompt] = ()
         self.batch: Batch | None = None
+        self.trouble: str | None = None
 
     def _make_roles(self, builder: Builder) -> Roles:
         updates, wanted = rl_updates(self.config, self.world.size), roles(self.config)
@@ -57,22 +64,42 @@ class RLTrainer:
         return Roles(
             actor,
             Sampler(actor, builder.hybrid(actor), self.config.train.seed, self.timer,
-                    self.trace.lane(TraceCategory.RESHARD), builder.balance, keeps_weights=builder.generates_alone),
+                    self.trace.lane(TraceCategory.RESHARD), builder.balance, keeps_weights=builder.generates_alone,
+                    tells_versions=self.config.generation.overlap is not Overlap.NONE),
             builder.rewards(),
             critic=builder.critic(updates) if Role.CRITIC in wanted else None,
             reference=builder.reference() if Role.REFERENCE in wanted else None,
         )
 
     def _plan(self) -> StepPlan:
-        return StepPlan(self.config.generation.samples_per_prompt, self.config.train.global_batch_size,
-                        self.config.train.epochs_per_rollout, self.sampling)
+        return StepPlan(self.config.train.global_batch_size, self.config.train.epochs_per_rollout)
+
+    def _source(self) -> RolloutSource:
+        overlap, samples = self.config.generation.overlap, self.config.generation.samples_per_prompt
+        if overlap is Overlap.PARTIAL:
+            return PartialRollouts(self.roles.sampler, self.sampling, samples, self.config.data.prompts_per_step,
+                                   self.config.generation.max_staleness)
+        if overlap is Overlap.ONE_STEP_OFF:
+            return OneStepOff(self.roles.sampler, self.sampling, samples)
+        return OnPolicy(self.roles.sampler, self.sampling, samples, self.roles.scoring)
+
+    @property
+    def steps_ahead(self) -> int:
+        """For how many steps `start` wants prompts before the first `step`."""
+        return self.dataflow.source.steps_ahead
+
+    def start(self, prompts: Sequence[TokenisedPrompt]) -> None:
+        """Begin to answer the prompts of the first step; the first `step` then brings those of the second."""
+        self.dataflow.source.start(prompts)
 
     def step(self, prompts: Sequence[TokenisedPrompt]) -> Metrics:
-        """One step on `prompts`, the same on every rank; metrics by name, the same on every rank but for times."""
-        self.prompts = prompts
-        self.batch, board = self.dataflow.step(prompts)
+        """One step on `prompts`, or on those of the step before while these are answered; metrics by name. The prompts
+        and the metrics are the same on every rank.
+        """
+        experience, board = self.dataflow.step(prompts)
+        self.prompts, self.batch = experience.prompts, experience.batch
         board.largest |= self.timer.take()
-        metrics = board.shared(self.world)
+        metrics, self.trouble = board.shared(self.world), board.trouble
         seconds = metrics["time/step"]
         return metrics | {"perf/tokens_per_second": self.batch.num_tokens / seconds,
                           "perf/samples_per_second": self.batch.num_rows / seconds}
@@ -80,13 +107,13 @@ class RLTrainer:
     def samples(self, count: int) -> list[RolloutSample]:
         """The first rollout of the first `count` prompts of the last step, in words and on every rank. Collective."""
         batch, each = self.batch, self.config.generation.samples_per_prompt
-        assert batch is not None and batch.scores is not None
+        assert batch is not None
         wanted = [prompt * each for prompt in range(min(count, len(self.prompts)))]
-        mine = [(row, answer_text(self.tokenizer, sample.response, self.inputs.ends))
+        mine = [(row, [answer_text(self.tokenizer, sample.response, self.inputs.ends), batch.scores[row].item()])
                 for row, sample in zip(batch.home[self.world.rank], batch.samples, strict=True) if row in wanted]
         answers = dict(pair for pairs in share_json(self.world, mine) for pair in pairs)
         records = [self.prompts[batch.groups[row]].record for row in wanted]
-        return [RolloutSample(prompt_text(record.prompt), answers[row], record.ground_truth, batch.scores[row].item())
+        return [RolloutSample(prompt_text(record.prompt), answers[row][0], record.ground_truth, answers[row][1])
                 for row, record in zip(wanted, records, strict=True)]
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Evaluator:
@@ -95,11 +122,22 @@ class RLTrainer:
 
     def export(self, folder: Path) -> None:
         """Write the actor and its tokenizer in Hugging Face's form."""
-        export_actor(folder, self.roles.actor.trainer, self.tokenizer)
+        export_role(folder, self.roles.actor, self.tokenizer)
 
     def close(self) -> None:
         """End the workers of the reward function."""
         self.roles.rewards.close()
+
+    def labels(self) -> dict[int, str]:
+        """What each rank is. Example: "actor tp 0, cp 0, dp 1, pp 0; critic"; without roles it generates."""
+        actor = self.roles.actor.blueprint.grid
+        others = {"critic": self.roles.critic, "reference": self.roles.reference}
+        told: dict[int, str] = {}
+        for rank in range(self.world.size):
+            found = [f"actor {actor.coord(rank).words()}"] if rank in actor.ranks else []
+            found += [name for name, role in others.items() if role is not None and rank in role.blueprint.grid.ranks]
+            told[rank] = "; ".join(found) or "generation"
+        return told
 
     def batch_line(self) -> str:
         """How every batch number of a step comes about."""

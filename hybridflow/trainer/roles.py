@@ -17,15 +17,13 @@ from torch import Tensor
 from hybridflow.algorithms.reduction import GlobalCounts, LossReduction, loss_weights
 from hybridflow.batch import Batch, Rows, RowsOnTheWay
 from hybridflow.context import ContextPart
+from hybridflow.crew import Crew
 from hybridflow.engine.blueprint import Elsewhere
 from hybridflow.engine.native import ForwardEngine, Loss, Output, Resharder, TrainEngine, Update
 from hybridflow.micro_batch import MicroBatch, reassemble
 from hybridflow.models.decoder import HeadOutput
 from hybridflow.packing import MicroBatching, SharedPrompt
-from hybridflow.parallel.collectives import all_reduce
-from hybridflow.parallel.mesh import everyone
 from hybridflow.parallel.pipeline import Lane
-from hybridflow.parallel.world import World
 from hybridflow.protocols import Protocol, answering, given
 from hybridflow.row_moves import Arrival, RowsOfRank
 
@@ -85,21 +83,24 @@ class ScoringRole:
 
     def score_rows(self, batch: Batch) -> Tensor:
         """What a score head says at each row's last token: `[rows]` fp64, the same on every rank. Collective."""
-        return self.ask_rows(batch).answered()
+        asked = self.ask_rows(batch)
+        asked.work()
+        return asked.result(Crew.whole(self.world))
 
     def turn(self) -> AbstractContextManager[None]:
         """The engine's turn on the device, where there is one."""
         return nullcontext() if self.engine is None else self.engine.on_device()
 
-    def share(self, rows: Sequence[int], lengths: Sequence[int], at_once: MicroBatching,
+    def share(self, rows: Sequence[int], lengths: Sequence[int], at_once: MicroBatching, together: int = 1,
               prompts: Sequence[SharedPrompt] | None = None) -> Share:
-        """Cut `rows` of these lengths and prompts over replicas and micro-batches; every rank finds the same.
+        """Cut `rows` of these lengths and prompts over replicas and micro-batches; every rank finds the same. Of units
+        of `together` consecutive rows none is parted.
 
         Raises:
             ValueError: a row is longer than the budget of tokens.
         """
         grid, layout = self.blueprint.grid, self.blueprint.grid.layout
-        cut = at_once.cut(lengths, layout.dp, self.blueprint.token_multiple * layout.cp,
+        cut = at_once.cut(lengths, layout.dp, self.blueprint.token_multiple * layout.cp, together,
                           prompts if self.blueprint.shares_prompts else None)
         of_replica = [tuple(rows[place] for micro_batch in replica for place in micro_batch) for replica in cut]
         mine = () if self.engine is None else cut[self.engine.mesh.coord.dp]
@@ -131,8 +132,8 @@ class ScoringRole:
                                share_prompts=self.blueprint.shares_prompts)
 
     def pack_last_tokens(self, rows: Rows) -> MicroBatch:
-        """The same with a target a row, its last token."""
-        return MicroBatch.pack_last_tokens(rows.samples, device=self.world.device,
+        """The same with a target a row, its last token; columns are `[rows]`."""
+        return MicroBatch.pack_last_tokens(rows.samples, rows.columns, device=self.world.device,
                                            multiple_of=self.blueprint.token_multiple, cp=self.part,
                                            share_prompts=self.blueprint.shares_prompts)
 
@@ -155,7 +156,7 @@ class TokenAnswers:
 
     def __init__(self, role: ScoringRole, batch: Batch, keep_forward: bool = False) -> None:
         self._role, self._batch, self._keep_forward = role, batch, keep_forward
-        self._share = role.share(range(batch.num_rows), batch.row_lengths, role.scoring, batch.prompts)
+        self._share = role.share(range(batch.num_rows), batch.row_lengths, role.scoring, prompts=batch.prompts)
         self._rows = batch.send(role.world, self._share.rows_of, with_columns=False)
         self._arrival: Arrival | None = None
 
@@ -183,7 +184,7 @@ class RowScores:
 
     def __init__(self, role: ScoringRole, batch: Batch) -> None:
         self._role = role
-        self._share = role.share(range(batch.num_rows), batch.row_lengths, role.scoring, batch.prompts)
+        self._share = role.share(range(batch.num_rows), batch.row_lengths, role.scoring, prompts=batch.prompts)
         self._rows = batch.send(role.world, self._share.rows_of, with_columns=False)
         self._scores = torch.zeros(batch.num_rows, dtype=torch.float64, device=role.world.device)
 
@@ -197,14 +198,9 @@ class RowScores:
         if role.engine.answers:
             self._scores[list(self._share.rows_of[role.world.rank])] = answers.double()
 
-    def result(self) -> Tensor:
-        """`[rows]` fp64, the same on every rank. Collective over the world."""
-        return sum_over_world(self._scores, self._role.world)
-
-    def answered(self) -> Tensor:
-        """Both at once."""
-        self.work()
-        return self.result()
+    def result(self, crew: Crew) -> Tensor:
+        """`[rows]` fp64, the same on every rank of the crew, which has the role's. Collective over it."""
+        return crew.sum(self._scores)
 
 
 @dataclass(frozen=True)
@@ -240,7 +236,7 @@ class TrainedRole(ScoringRole):
         replicas. Every rank calls it, and none waits here.
         """
         share = self.share(rows, [batch.row_lengths[row] for row in rows], self.training,
-                           [batch.prompts[row] for row in rows])
+                           prompts=[batch.prompts[row] for row in rows])
         lengths = [batch.response_lengths[row] for row in rows if batch.is_trained[row]]
         return Lesson(batch.send(self.world, share.rows_of), share.sizes, response_counts(lengths))
 
@@ -287,9 +283,3 @@ def response_counts(response_lengths: Sequence[int]) -> GlobalCounts:
 def values(output: Output) -> Tensor:
     """The one number for each target: log-probability, value or score `[targets]`."""
     return output.log_probs if isinstance(output, HeadOutput) else output
-
-
-def sum_over_world(x: Tensor, world: World) -> Tensor:
-    """Sum over all ranks, in place."""
-    return all_reduce(x, everyone(world))
-

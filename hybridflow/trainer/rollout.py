@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.engines.interface import GenerationEngine
 from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
+from hybridflow.generation.session import OnEnd
 from hybridflow.generation.work_source import Balance, OwnShare, SharedQueue
 from hybridflow.hybrid_engine import HybridEngine
 from hybridflow.micro_batch import Sample, TokenColumns
@@ -26,15 +28,19 @@ from hybridflow.parallel.world import World
 from hybridflow.protocols import TRANSFERS, Protocol, given
 from hybridflow.row_moves import RowsOfRank
 from hybridflow.trainer.board import Board
-from hybridflow.trainer.roles import TrainedRole, sum_over_world
+from hybridflow.trainer.roles import TrainedRole
+from hybridflow.trainer.row_stream import RowSender, speaker
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A batch as generated. `finished` is the number of rows that ended at a stop token, over all ranks."""
+    """A batch as generated. `finished` is the number of rows that ended at a stop token, over all ranks; `replicas`
+    says of each row which replica of generation made it.
+    """
 
     batch: Batch
     finished: int
+    replicas: tuple[int, ...]
 
     def metrics(self) -> dict[str, float]:
         lengths, prompts = self.batch.response_lengths, self.batch.prompt_lengths
@@ -56,14 +62,15 @@ class Sampler:
     """
 
     def __init__(self, actor: TrainedRole, hybrid: HybridEngine, seed: int, timer: PhaseTimer, lane: Lane,
-                 balance: Balance = Balance.OWN, *, keeps_weights: bool = False) -> None:
+                 balance: Balance = Balance.OWN, *, keeps_weights: bool = False, tells_versions: bool = False) -> None:
         """
         Args:
             lane: gets a span for each reshard.
             keeps_weights: between rollouts, since no other role needs the memory of the ranks that generate.
+            tells_versions: have tokens say under which weights they were drawn, where these may not be the newest.
         """
         self.actor, self.hybrid, self.seed, self.timer, self.lane = actor, hybrid, seed, timer, lane
-        self.balance, self.keeps_weights = balance, keeps_weights
+        self.balance, self.keeps_weights, self.tells_versions = balance, keeps_weights, tells_versions
         self._timed = ExitStack()  # the phase and the span of a reshard under way
 
     @property
@@ -83,15 +90,20 @@ class Sampler:
             with self.timer.phase(Phase.RESHARD), self.actor.turn(), self.lane.span("reshard"):
                 self.hybrid.fill()
 
-    def start(self, prompts: Sequence[TokenisedPrompt], params: SamplingParams, samples: int) -> RolloutUnderWay:
-        """Answers under the weights that the generator has. Ranks that do not generate go on at once."""
+    def start(self, prompts: Sequence[TokenisedPrompt], params: SamplingParams, samples: int,
+              listeners: Sequence[Grid] = ()) -> RolloutUnderWay:
+        """Answers under the weights that the generator has. Ranks that do not generate go on at once.
+
+        Args:
+            listeners: roles that are sent answers as they end (`row_stream`).
+        """
         hybrid, dtype = self.hybrid, torch.promote_types(self.actor.blueprint.options.dtype, torch.float32)
         with self.timer.phase(Phase.GENERATE):
             under_way = begin(hybrid.generator, hybrid.mesh, prompts, params, samples=samples, seed=self.seed,
-                              version=hybrid.version, dtype=dtype, balance=self.balance)
+                              version=hybrid.version, dtype=dtype, balance=self.balance, listeners=listeners)
             if not self.keeps_weights:
                 hybrid.free()
-        return under_way
+        return replace(under_way, tells_versions=self.tells_versions)
 
     @property
     def num_buckets(self) -> int:
@@ -126,6 +138,7 @@ class RolloutUnderWay:
         requests, groups: of every row, and the place of its prompt in the step.
         by_row: what this rank's replica made.
         dtype: of the log-probs.
+        tells_versions: whether tokens say under which weights they were drawn.
     """
 
     mesh: Mesh | Outside
@@ -133,48 +146,63 @@ class RolloutUnderWay:
     groups: tuple[int, ...]
     by_row: Mapping[int, Completion]
     dtype: torch.dtype
+    tells_versions: bool = False
 
     def finish(self) -> Rollout:
         """Let every rank know the lengths of all answers. Collective over the world: this is where ranks that do not
         generate wait for those that do.
         """
-        world = self.mesh.world
         answered = Answered.exchanged(self.mesh, len(self.requests), self.by_row)
-        home = answered.homes(self.mesh.grid, world.size)
-        mine = [self.by_row[row] for row in home[world.rank]]
-        log_probs = torch.tensor([p for c in mine for p in c.log_probs], dtype=self.dtype, device=world.device)
-        batch = Batch(
-            prompt_lengths=tuple(len(request.ids) for request in self.requests),
-            response_lengths=answered.lengths,
-            groups=self.groups,
-            home=home,
-            samples=tuple(Sample(c.prompt_ids, c.response_ids) for c in mine),
-            columns=TokenColumns(rollout_log_probs=log_probs),
-        )
-        return Rollout(batch, answered.finished)
+        return Rollout(batch_of(self.mesh, self.requests, self.groups, self.by_row, answered, self.dtype,
+                                tells_versions=self.tells_versions), answered.finished, answered.replica)
+
+
+def batch_of(mesh: Mesh | Outside, requests: Sequence[Prompt], groups: tuple[int, ...],
+             by_row: Mapping[int, Completion], answered: Answered, dtype: torch.dtype, *,
+             tells_versions: bool) -> Batch:
+    """Answers whose lengths every rank knows, each row at home on a rank of the replica that made it."""
+    world = mesh.world
+    home = answered.homes(mesh.grid, world.size)
+    mine = [by_row[row] for row in home[world.rank]]
+    log_probs = torch.tensor([p for c in mine for p in c.log_probs], dtype=dtype, device=world.device)
+    versions = torch.tensor([v for c in mine for v in c.versions], dtype=dtype, device=world.device)
+    return Batch(
+        prompt_lengths=tuple(len(request.ids) for request in requests),
+        response_lengths=answered.lengths,
+        groups=groups,
+        home=home,
+        samples=tuple(Sample(c.prompt_ids, c.response_ids) for c in mine),
+        columns=TokenColumns(rollout_log_probs=log_probs, versions=versions if tells_versions else None),
+    )
 
 
 def begin(generator: GenerationEngine | None, mesh: Mesh | Outside, prompts: Sequence[TokenisedPrompt],
           params: SamplingParams, *, samples: int, seed: int, version: int | None, dtype: torch.dtype,
-          balance: Balance = Balance.OWN) -> RolloutUnderWay:
+          balance: Balance = Balance.OWN, listeners: Sequence[Grid] = ()) -> RolloutUnderWay:
     """Let the replicas of `mesh` answer `prompts` under the weights of `version` (None: whatever they are)."""
     requests = [Prompt(prompt.id, sample, prompt.ids) for prompt in prompts for sample in range(samples)]
     groups = tuple(group for group in range(len(prompts)) for _ in range(samples))
-    by_row = complete(generator, mesh, requests, params, seed=seed, version=version, balance=balance)
+    sender = None
+    if listeners and isinstance(mesh, Mesh) and speaker(mesh.grid, mesh.coord.dp) == mesh.world.rank:
+        sender = RowSender(mesh, requests, listeners)
+    by_row = complete(generator, mesh, requests, params, seed=seed, version=version, balance=balance,
+                      ended=None if sender is None else sender.end)
+    if sender is not None:
+        sender.finish()
     return RolloutUnderWay(mesh, requests, groups, by_row, dtype)
 
 
 def complete(generator: GenerationEngine | None, mesh: Mesh | Outside, requests: Sequence[Prompt],
              params: SamplingParams, *, seed: int, version: int | None = None, balance: Balance = Balance.OWN,
-             interrupt: Callable[[], bool] | None = None) -> dict[int, Completion]:
+             interrupt: Callable[[], bool] | None = None, ended: OnEnd | None = None) -> dict[int, Completion]:
     """Completions that this replica of `mesh` made, by the place of their request, on all of its ranks; none outside of
     the mesh, where nobody waits. Every rank of the world calls it.
 
     Args:
         generator: None outside of the mesh.
         requests: the same on all replicas.
-        version, interrupt: as `GenerationEngine.generate` has them. Interrupted, requests that no replica has begun are
-            nowhere.
+        version, interrupt, ended: as `GenerationEngine.generate` has them. Interrupted, requests that no replica has
+            begun are nowhere.
     """
     replicas = mesh.layout.dp
     handed_out = mesh.world.count() if balance is Balance.SHARED and replicas > 1 else None
@@ -185,7 +213,7 @@ def complete(generator: GenerationEngine | None, mesh: Mesh | Outside, requests:
     else:
         source = OwnShare(requests, params, replicas, mesh.coord.dp)
     completions = generator.generate(requests, params, seed, expected_version=version, source=source,
-                                     interrupt=interrupt)
+                                     interrupt=interrupt, ended=ended)
     return dict(zip(sorted(source.taken), completions, strict=True))
 
 
@@ -210,7 +238,7 @@ class Answered:
             told = [(1, mesh.coord.dp, len(c.response_ids), c.finish_reason is FinishReason.STOP)
                     for c in by_row.values()]
             table[:, list(by_row)] = torch.tensor(told, dtype=torch.int64).view(-1, 4).T
-        answers, replica, lengths, stopped = sum_over_world(table.to(mesh.device), mesh.world).tolist()
+        answers, replica, lengths, stopped = Crew.whole(mesh.world).sum(table.to(mesh.device)).tolist()
         assert set(answers) <= {1}, "a prompt was handed out never, or twice"
         return cls(tuple(replica), tuple(lengths), sum(stopped))
 

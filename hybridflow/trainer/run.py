@@ -5,7 +5,7 @@ Owns the loop. What a step is belongs to the trainer that is handed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from hybridflow.observe.samples import RolloutSample
 from hybridflow.observe.trace import Trace
 from hybridflow.observe.trace_file import write_trace
 from hybridflow.observe.trace_gather import gather_events
-from hybridflow.parallel.mesh import Grid
 from hybridflow.parallel.world import World
 
 Metrics = dict[str, float]
@@ -32,7 +31,7 @@ class RunParts:
         step: takes the next data, gives metrics.
         export: writes the model to a folder.
         trace, timer: the trainer's; one step is traced, and evaluations are timed.
-        grid: the actor's training grid, for the names of lanes.
+        labels: what each rank is, for the names of lanes.
         evaluate: held-out metrics; None never evaluates.
         samples: some of the last step's work in words.
         trouble: a sentence on what went wrong in the last step, None if nothing did.
@@ -43,7 +42,7 @@ class RunParts:
     export: Callable[[Path], None]
     trace: Trace
     timer: PhaseTimer
-    grid: Grid
+    labels: Mapping[int, str]
     evaluate: Callable[[], Metrics] | None = None
     samples: Callable[[], list[RolloutSample]] = field(default=lambda: [])
     trouble: Callable[[], str | None] = field(default=lambda: None)
@@ -120,8 +119,6 @@ class Run:
         parts.trace.stop()
         events = gather_events(self.world, parts.trace)
         if events is not None:
-            places = {rank: parts.grid.coord(rank) for rank in range(self.world.size)}
-            labels = {rank: f"tp {at.tp}, cp {at.cp}, dp {at.dp}, pp {at.pp}" for rank, at in places.items()}
-            write_trace(events, self.folder / "trace.json", labels)
+            write_trace(events, self.folder / "trace.json", parts.labels)
             self.view.say(f"Trace of this step: {self.folder / 'trace.json'} (open it in Perfetto)")
         return metrics

@@ -10,6 +10,8 @@ import random
 
 import torch
 
+from hybridflow.algorithms.correction import Bounding, Correction, RatioOf
+from hybridflow.algorithms.gspo import gspo_policy_loss
 from hybridflow.algorithms.kl import KlEstimator
 from hybridflow.algorithms.losses import Clip
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
@@ -26,6 +28,9 @@ VOCAB = 37
 SEED = 7
 SAMPLES = 3  # to a prompt
 ACTOR = ActorObjective(Clip(0.2, 0.3, dual=2.0), entropy_coef=0.01, kl_estimator=KlEstimator.K3, kl_coef=0.1)
+# Ratios and weights of whole responses, which context ranks have parts of.
+OF_SEQUENCES = ActorObjective(Clip(0.5, 2.0), kl_estimator=KlEstimator.K2, kl_coef=0.1, policy_loss=gspo_policy_loss,
+                              correction=Correction(RatioOf.SEQUENCE, Bounding.TRUNCATE, high=1.5))
 CRITIC = CriticObjective(value_clip=0.2, coef=0.5)
 
 
@@ -53,7 +58,8 @@ def loss_of(model: TinyModel) -> Loss:
     """What is minimised: every term that the actor, or the critic, can have."""
     if model is TinyModel.CRITIC:
         return lambda out, columns, rows: CRITIC(out, columns)
-    return lambda out, columns, rows: ACTOR(out.log_probs, out.entropy, columns, rows)
+    objective = OF_SEQUENCES if model is TinyModel.TIED else ACTOR
+    return lambda out, columns, rows: objective(out.log_probs, out.entropy, columns, rows)
 
 
 def ragged_batch(world: World, some_failed: bool = False) -> Batch:
@@ -71,8 +77,8 @@ def ragged_batch(world: World, some_failed: bool = False) -> Batch:
     mine = samples if world.rank == 0 else ()
     generator = torch.Generator().manual_seed(SEED)
     targets = sum(len(sample.response) for sample in mine)
-    old, ref, advantages, returns, values = torch.randn(5, targets, generator=generator, dtype=torch.float64)
-    columns = TokenColumns(old_log_probs=old - 3, ref_log_probs=ref - 3, rollout_log_probs=old - 3,
+    old, ref, advantages, returns, values, gap = torch.randn(6, targets, generator=generator, dtype=torch.float64)
+    columns = TokenColumns(old_log_probs=old - 3, ref_log_probs=ref - 3, rollout_log_probs=old - 3 + gap / 5,
                            advantages=advantages, returns=returns, old_values=values)
     scores = None
     if some_failed:

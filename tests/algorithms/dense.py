@@ -63,3 +63,72 @@ def reduce(losses, masks, reduction, constant_length=None):
         "seq-mean-token-sum": lambda: np.mean([loss.sum() for loss in losses]),
         "constant-length": lambda: np.mean([loss.sum() for loss in losses]) / constant_length,
     }[reduction]()
+
+
+# --- estimators: rows are numbered, `tokens` are lists of arrays a row, masks too; a reward may be NaN ---------------
+
+
+def peers(rewards, groups, row):
+    """The rewards of the row's group that are numbers."""
+    return np.array([r for r, g in zip(rewards, groups, strict=True) if g == groups[row] and not np.isnan(r)])
+
+
+def row_advantage(name, rewards, groups, row, baselines=None, eps=1e-6):
+    """A row's advantage where it is one number."""
+    reward, group = rewards[row], peers(rewards, groups, row)
+    if np.isnan(reward) or (name != "remax" and np.all(group == group[0])):
+        return 0.0
+    if name == "remax":
+        return 0.0 if np.isnan(baselines[row]) else reward - baselines[row]
+    if name == "rloo":
+        return reward - (group.sum() - reward) / (len(group) - 1)
+    return (reward - group.mean()) / (group.std(ddof=1) + eps if name == "grpo" else 1.0)
+
+
+def on_trained(per_token, mask):
+    """An array a row with the numbers of its trained tokens in their places."""
+    out = np.zeros(len(mask))
+    out[mask != 0] = per_token
+    return out
+
+
+def returns_to_go(rewards, gamma):
+    return np.array([sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))])
+
+
+def whitened(rows_of_advantages, masks, eps=1e-8):
+    kept = np.concatenate([[], *(a[m != 0] for a, m in zip(rows_of_advantages, masks, strict=True))])
+    if not len(kept):
+        return rows_of_advantages
+    return [np.where(m != 0, (a - kept.mean()) / np.sqrt(kept.var() + eps), 0.0)
+            for a, m in zip(rows_of_advantages, masks, strict=True)]
+
+
+def overlong(length, longest, buffer):
+    if length <= longest - buffer:
+        return 0.0
+    return (longest - buffer - length) / buffer if length <= longest else -1.0
+
+
+# --- policy losses: one row at a time, arrays of its trained tokens --------------------------------------------------
+
+
+def policy_row_losses(name, log_probs, old, advantages, low, high, dual=None):
+    """The token losses of a row, as a function of the log-probs alone: what has no gradient is not written here."""
+    if name == "reinforce":
+        return -advantages * log_probs
+    ratios = np.exp(log_probs - old)
+    if name == "gspo":
+        ratios = np.full(len(log_probs), np.exp(np.mean(log_probs - old))) if len(log_probs) else ratios
+    return np.array([policy_token_loss(np.log(r), 0.0, a, low, high, dual if name == "ppo" else None)
+                     for r, a in zip(ratios, advantages, strict=True)])
+
+
+def importance(trainer, rollout, level, how, low, high):
+    """(weights, out of bounds) of the trained tokens of a row."""
+    log_ratios = np.asarray(trainer) - np.asarray(rollout)
+    if level == "sequence":
+        log_ratios = np.full(len(log_ratios), log_ratios.sum())
+    ratios = np.exp(np.clip(log_ratios, -20, 20))
+    out = (ratios > high) | ((ratios < low) if how == "mask" else False)
+    return (np.minimum(ratios, high) if how == "truncate" else np.where(out, 0.0, ratios)), out

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.kl import LOG_RATIO_BOUND, AdaptiveKl, FixedKl, KlEstimator, kl, penalised_rewards
+from hybridflow.algorithms.kl import LOG_RATIO_BOUND, AdaptiveKl, FixedKl, KlEstimator, kl
 from tests.algorithms import dense
 
 LOG_P = torch.tensor([-0.1, -2.0, -5.0, -1.0, -1e-9], dtype=torch.float64)
@@ -50,13 +50,6 @@ def test_far_policies_stay_finite_in_fp32(estimator):
     estimate.sum().backward()
     assert estimate.isfinite().all() and log_p.grad.isfinite().all()
     assert kl(log_p, torch.tensor([-1.0, -200.0]), KlEstimator.K1).tolist() == [-LOG_RATIO_BOUND, LOG_RATIO_BOUND]
-
-
-def test_kl_in_the_reward_is_a_penalty_without_gradient():
-    log_p = LOG_P.clone().requires_grad_()
-    rewards = penalised_rewards(torch.ones(5), log_p, LOG_Q, coef=0.5, estimator=KlEstimator.K1)
-    assert not rewards.requires_grad
-    np.testing.assert_allclose(rewards.numpy(), 1 - 0.5 * (LOG_P - LOG_Q).numpy(), rtol=0, atol=1e-9)
 
 
 def test_controllers_by_hand():

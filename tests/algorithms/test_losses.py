@@ -3,9 +3,11 @@ import pytest
 import torch
 
 from hybridflow.algorithms.kl import KlEstimator
-from hybridflow.algorithms.losses import Clip, entropy_bonus, finish_metrics, kl_loss, policy_loss, supervised_loss
+from hybridflow.algorithms.losses import Clip, entropy_bonus, finish_metrics, kl_loss, supervised_loss
 from hybridflow.algorithms.losses import value_loss as value_loss_of
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
+from hybridflow.algorithms.ppo import clipped_policy_loss
+from hybridflow.algorithms.safe_rlhf import pretraining_loss
 from hybridflow.micro_batch import TokenColumns
 from hybridflow.parallel.mesh import AxisGroup
 from hybridflow.parallel.vocab import token_log_probs
@@ -40,7 +42,7 @@ def gradient_by_differences(f, x, step=1e-6):
 def test_policy_loss_equals_the_dense_formula(clip):
     log_probs = randn(2).requires_grad_()
     columns = TokenColumns(weight=weights(), old_log_probs=randn(2) + randn(3, 0.4), advantages=randn(4))
-    loss, sums = policy_loss(log_probs, columns, clip)
+    loss, sums = clipped_policy_loss(log_probs, columns, ROWS, clip)
     loss.backward()
     w, old, adv = (x.numpy() for x in (columns.weight, columns.old_log_probs, columns.advantages))
 
@@ -69,7 +71,7 @@ def test_without_old_log_probs_the_ratio_is_exactly_one_and_has_a_gradient():
     for dtype in (torch.float32, torch.float64):
         log_probs = randn(2).to(dtype).requires_grad_()
         columns = TokenColumns(weight=weights().to(dtype), advantages=randn(4).to(dtype))
-        loss, sums = policy_loss(log_probs, columns, Clip(0.2, 0.2, dual=3.0))
+        loss, sums = clipped_policy_loss(log_probs, columns, ROWS, Clip(0.2, 0.2, dual=3.0))
         loss.backward()
         torch.testing.assert_close(log_probs.grad, -columns.weight * columns.advantages)
         metrics = finish_metrics(sums)
@@ -83,7 +85,7 @@ def test_policy_loss_by_hand():
     columns = TokenColumns(
         weight=torch.tensor([0.5, 0.5]), old_log_probs=torch.zeros(2), advantages=torch.tensor([1.0, -1.0]),
     )  # fmt: skip
-    loss, sums = policy_loss(log_probs, columns, Clip())
+    loss, sums = clipped_policy_loss(log_probs, columns, ROWS, Clip())
     loss.backward()
     assert loss.item() == pytest.approx((-1.2 + 0.8) / 2)
     assert log_probs.grad.tolist() == [0.0, 0.0]
@@ -169,7 +171,7 @@ def test_the_actor_objective_is_the_sum_of_its_parts():
     log_probs, entropy = randn(8).requires_grad_(), randn(10).abs()
     objective = ActorObjective(Clip(), entropy_coef=0.01, kl_estimator=KlEstimator.K2, kl_coef=0.3)
     loss, sums = objective(log_probs, entropy, columns, ROWS)
-    parts = [policy_loss(log_probs, columns, Clip()), entropy_bonus(entropy, columns)]
+    parts = [clipped_policy_loss(log_probs, columns, ROWS, Clip()), entropy_bonus(entropy, columns)]
     parts.append(kl_loss(log_probs, columns, KlEstimator.K2))
     (policy, _), (bonus, _), (divergence, _) = parts
     torch.testing.assert_close(loss, policy + 0.01 * bonus + 0.3 * divergence)
@@ -177,6 +179,14 @@ def test_the_actor_objective_is_the_sum_of_its_parts():
     assert metrics["loss"] == pytest.approx(loss.item())
     assert metrics["rollout_gap"] == pytest.approx(1.0)
     assert {"policy_loss", "kl_loss", "kl", "entropy", "ratio", "clip_fraction", "approx_kl"} <= metrics.keys()
+
+
+def test_the_pretraining_loss_is_a_supervised_one_with_a_coefficient():
+    columns, log_probs = TokenColumns(weight=weights()), randn(8).requires_grad_()
+    loss, sums = pretraining_loss(log_probs, columns, coef=4.0)
+    loss.backward()
+    torch.testing.assert_close(log_probs.grad, -4.0 * columns.weight)
+    assert loss.item() == pytest.approx(4.0 * sums["ptx_loss"].item()) and list(sums) == ["ptx_loss"]
 
 
 def test_coefficients_of_zero_leave_a_term_out():
@@ -198,10 +208,10 @@ def test_the_critic_objective_scales_the_gradient():
 
 def test_missing_columns_and_bad_clips_are_named():
     with pytest.raises(ValueError, match="'advantages'"):
-        policy_loss(randn(1), TokenColumns(weight=weights()), Clip())
+        clipped_policy_loss(randn(1), TokenColumns(weight=weights()), ROWS, Clip())
     with pytest.raises(ValueError, match="'old_values'"):
         value_loss_of(randn(1), TokenColumns(weight=weights(), returns=randn(2)), 0.2)
-    for bad in ({"low": 1.0}, {"low": -0.1}, {"high": -0.1}, {"dual": 1.0}, {"high": float("nan")}):
+    for bad in ({"low": 1.1}, {"low": -0.1}, {"high": -0.1}, {"dual": 1.0}, {"high": float("nan")}):
         with pytest.raises(ValueError, match=f"clip {next(iter(bad))} is"):
             Clip(**bad)
 

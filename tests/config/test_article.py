@@ -6,6 +6,7 @@ import pytest
 
 from hybridflow.config.article import is_article
 from hybridflow.config.faults import ConfigError
+from hybridflow.config.layouts import Role, roles
 from hybridflow.config.load import load_config, to_yaml
 from hybridflow.config.reading import read_any
 from hybridflow.config.words import AlgorithmName, MixedPrecision
@@ -154,10 +155,20 @@ def test_keys_without_effect_are_noted(article):
     reading = read_any(article, 4)
     notes = "\n".join(reading.notes)
     for text in ("evaluation.every_steps 3 has no effect", "data.size 9 has no effect with init_trainer",
-                 "\nmodel.critic /", "has no effect with grpo, which has no critic",
-                 "rl_algorithm.value_loss_coef 0.5 has no effect with grpo"):
+                 "\nmodel.critic /", "has no effect without a critic",
+                 "rl_algorithm.value_loss_coef 0.5 has no effect without a critic"):
         assert text in notes
     assert reading.config.model.critic.path is None and reading.config.data.size == 4096
+
+
+def test_an_algorithm_may_bring_a_kl_of_its_own(article):
+    assert "no reference model is held" in "\n".join(read_any(article, 4).notes)
+    article["rl_algorithm"]["type"] = "rloo"
+    article["generation"] = {"samples_per_prompt": 2}
+    reading = read_any(article, 4, "rloo")
+    notes = "\n".join(reading.notes)
+    assert "no reference model is held" not in notes and Role.REFERENCE in roles(reading.config)
+    assert "rl_algorithm.clip_eps 0.1 has no effect with this policy loss, which has no ratio" in notes
 
 
 def test_faults_speak_the_articles_names_and_come_all_at_once(article):

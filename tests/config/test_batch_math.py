@@ -1,6 +1,6 @@
 """Case 28, short updates, and the table of layouts."""
 
-from hybridflow.config.batch_math import BatchMath, layout_table, scored_at_once, sft_line, trained_at_once
+from hybridflow.config.batch_math import BatchMath, layout_table, offline_line, scored_at_once, trained_at_once
 from hybridflow.config.command import Command
 from hybridflow.config.layouts import Role, generation_layout, role_layout, roles, token_multiple
 from hybridflow.packing import MicroBatching
@@ -127,5 +127,26 @@ def test_the_table_of_supervised_training_has_the_roles_that_it_needs():
 
 
 def test_the_line_of_supervised_training():
-    read = config("train.layout.tp=2", "sft.steps=100")
-    assert sft_line(read, 4) == "100 updates of 64 pairs, 32 per replica (dp 2), 4 micro-batches of 8"
+    read = config("train.layout.tp=2", "sft.steps=100", "preference.steps=1")
+    share = "32 per replica (dp 2), 4 micro-batches of 8"
+    assert offline_line(read, 4, Command.SFT) == f"100 updates of 64 pairs, {share}"
+    assert offline_line(read, 4, Command.DPO) == f"1 update of 64 pairs, {share}"
+    assert offline_line(read, 4, Command.KTO) == f"1 update of 64 answers, {share}"
+
+
+def test_the_tables_of_preference_training():
+    def cells(command, *overrides):
+        sizes = ("train.micro_batch_size=2", "train.forward_micro_batch_size=9")
+        table = layout_table(config(*sizes, *overrides), 1, command)
+        return [" ".join(line.split()) for line in table.splitlines()[1:]]
+
+    answering = "actor, generating 0 1 1 1 1 no - generation.layout"
+    reference = "reference 0 1 1 1 1 no 9 rows scored train.layout"
+    actor = "actor 0 1 1 1 1 no 2 pairs trained, 9 rows scored train.layout"
+    assert cells(Command.DPO) == [actor, answering, reference]
+    assert cells(Command.KTO)[0] == actor.replace("pairs", "rows")
+    assert cells(Command.REWARD_MODEL) == [actor]
+    files = ("data.source=jsonl", "data.train_files=[a]")
+    assert cells(Command.DPO, *files) == [actor, reference]  # nothing judges answers
+    assert cells(Command.DPO, *files, "model.reward_model.path=m")[1:] == [
+        answering, reference, "reward 0 1 1 1 1 no 9 rows scored train.layout"]

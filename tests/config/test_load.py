@@ -106,7 +106,7 @@ def test_an_unknown_key_with_nothing_near_lists_the_block():
     ("data.tasks=[gcd]", "a list, each a block of keys"),
     ("data.tasks=null", "a list, each a block of keys"),
     ("train=null", "a block of keys"),
-    ("algorithm.name=null", "ppo or grpo"),
+    ("algorithm.name=null", "ppo, grpo, dr_grpo"),
     # The name inside the code is no word of a config.
     ("train.schedule=ONE_F_ONE_B", "gpipe, 1f1b, interleaved, zb-h1 or zb-v"),
     ("train.zero_stage=true", "an integer"),

@@ -25,6 +25,9 @@ ALONE = ("train.layout.tp=1", "train.layout.pp=1")
     ("grpo_tiny", 1, Command.TRAIN, ALONE),
     ("sft_tiny", 1, Command.SFT, ()),
     ("sft_tiny", 4, Command.SFT, ()),
+    ("dpo_tiny", 4, Command.DPO, ()),
+    ("kto_tiny", 4, Command.KTO, ()),
+    ("reward_model_tiny", 4, Command.REWARD_MODEL, ()),
     ("ppo_7b", 4, Command.TRAIN, ()),
     ("multi_node", 32, Command.TRAIN, ()),
 ])
@@ -34,7 +37,8 @@ def test_shipped_configs_are_valid(name, world_size, command, overrides):
 
 def test_every_shipped_config_is_listed_above():
     assert {file.stem for file in CONFIGS.glob("*.yaml")} == {
-        "ppo_tiny", "ppo_split", "ppo_standalone", "grpo_tiny", "sft_tiny", "ppo_7b", "multi_node"}
+        "ppo_tiny", "ppo_split", "ppo_standalone", "grpo_tiny", "sft_tiny", "dpo_tiny", "kto_tiny", "reward_model_tiny",
+        "ppo_7b", "multi_node"}
 
 
 @pytest.mark.parametrize("name", ["ppo_split", "ppo_standalone"])
@@ -62,6 +66,9 @@ def test_the_warm_start_and_reinforcement_learning_agree():
     assert sft.data.test_tasks == ppo.data.tasks == grpo.data.tasks and not ppo.data.test_tasks
     assert ppo.model.path == grpo.model.path == f"{sft.logging.dir}/export"
     assert ppo.model.tokenizer == grpo.model.tokenizer == sft.model.tokenizer
+    for name in ("dpo_tiny", "kto_tiny", "reward_model_tiny"):
+        preference = load_config(CONFIGS / f"{name}.yaml")
+        assert preference.data.tasks == ppo.data.tasks and preference.model == ppo.model
 
 
 def test_the_comments_count_right():

@@ -29,6 +29,27 @@ def unread(command, *overrides):
     (Command.SFT, "train.forward_micro_batch_size=2"),
     (Command.SFT, "train.forward_micro_batch_tokens=400"),
     (Command.SFT, "logging.samples=0"),
+    (Command.TRAIN, "preference.steps=5"),
+    (Command.SFT, "preference.beta=0.5"),
+    (Command.DPO, "sft.steps=5"),
+    (Command.DPO, "train.total_steps=5"),
+    (Command.DPO, "algorithm.kl.coef=0.5"),
+    (Command.DPO, "generation.temperature=0.5"),
+    (Command.DPO, "generation.samples_per_prompt=2"),
+    (Command.DPO, "algorithm.loss_reduction=seq-mean-token-sum"),
+    (Command.DPO, "preference.desirable_weight=2"),
+    (Command.DPO, "preference.centre_coef=0.1"),
+    (Command.KTO, "preference.loss=ipo"),
+    (Command.KTO, "preference.nll_coef=1"),
+    (Command.KTO, "preference.precompute_reference=true"),
+    (Command.KTO, "algorithm.loss_reduction=seq-mean-token-sum"),
+    (Command.REWARD_MODEL, "preference.beta=0.5"),
+    (Command.REWARD_MODEL, "preference.nll_coef=0.5"),
+    (Command.REWARD_MODEL, "model.reward_model.path=m"),
+    (Command.REWARD_MODEL, "generation.max_rows=5"),
+    (Command.REWARD_MODEL, "generation.layout.within_node=false"),
+    (Command.REWARD_MODEL, "reward.timeout_s=5"),
+    (Command.API, "preference.steps=5"),
     (Command.API, "data.size=5"),
     (Command.API, "data.shuffle=false"),
     (Command.API, "evaluation.every_steps=5"),
@@ -46,6 +67,14 @@ def test_it_is_refused(command, override):
     (Command.SFT, ["algorithm.loss_reduction=constant-length", "algorithm.constant_length=5"]),
     (Command.SFT, ["train.forward_micro_batch_size=2", "model.reward_model.path=r"]),
     (Command.SFT, ["logging.trace_step=5", "sft.stop_at_accuracy=0.5"]),
+    (Command.DPO, ["preference={loss: ipo, beta: 0.5, nll_coef: 0.1, precompute_reference: true}",
+                   "algorithm.loss_reduction=constant-length", "algorithm.constant_length=5"]),
+    (Command.DPO, ["model.reference.layout.tp=1", "train.forward_micro_batch_size=2", "reward.timeout_s=3",
+                   "preference.label_smoothing=0.1", "preference.rejected=perturbed"]),
+    (Command.KTO, ["preference={desirable_weight: 1.5, undesirable_weight: 0.5, beta: 0.5}",
+                   "model.reference.layout.tp=1", "generation.max_rows=5"]),
+    (Command.REWARD_MODEL, ["preference={margin_key: gap, centre_coef: 0.1}", "data.source=jsonl",
+                            "data.train_files=[a]", "generation.max_new_tokens=9", "logging.trace_step=5"]),
     (Command.API, ["data.tasks=[{name: countdown}]", "logging.samples=0", "logging.wandb=offline"]),
 ])
 def test_what_is_read_is_not_refused(command, overrides):
@@ -56,6 +85,20 @@ def test_keys_that_depend_on_others():
     assert "data.tasks" in unread(Command.API, "data.tasks=[{name: gcd}]", "reward.function=a.py:f")
     assert "reward.timeout_s" in unread(Command.SFT, "reward.timeout_s=3", "evaluation.every_steps=null")
     assert unread(Command.SFT, "reward.timeout_s=3") == {}
+    files = ("data.source=jsonl", "data.train_files=[a]", "generation.max_rows=5")
+    assert "generation.max_rows" in unread(Command.DPO, *files)  # nothing judges answers, so that there are none
+    assert unread(Command.DPO, *files, "model.reward_model.path=m") == {}
+    assert "generation.max_rows" in unread(Command.KTO, "generation.max_rows=5", "evaluation.every_steps=null")
+
+
+@pytest.mark.parametrize(("command", "overrides", "key"), [
+    (Command.DPO, ["preference.loss=ipo", "preference.label_smoothing=0.1"], "preference.label_smoothing"),
+    (Command.REWARD_MODEL, ["preference.margin_key=gap"], "preference.margin_key"),
+    (Command.DPO, ["data.source=jsonl", "data.train_files=[a]", "preference.rejected=perturbed"],
+     "preference.rejected"),
+])
+def test_keys_of_preferences_that_do_nothing_beside_others(command, overrides, key):
+    assert list(unread(command, *overrides)) == [key]
 
 
 def test_a_rate_cannot_decay_over_a_run_of_unknown_length():

@@ -182,6 +182,9 @@ def test_a_token_budget_holds_the_longest_row():
     assert faults(1, f"{key}=65", command=Command.API) == {}
     assert set(faults(1, "train.forward_micro_batch_tokens=319")) == {"train.forward_micro_batch_tokens"}
     assert set(faults(1, f"{key}=319", command=Command.SFT)) == {key}
+    assert set(faults(1, f"{key}=320", command=Command.KTO)) == set()
+    assert "which is 640 for a pair; choose 640 or more" in faults(1, f"{key}=639", command=Command.DPO)[key]
+    assert faults(1, f"{key}=640", "train.forward_micro_batch_tokens=320", command=Command.REWARD_MODEL) == {}
 
 
 def test_a_token_budget_is_judged_whatever_else_is_wrong():
@@ -283,12 +286,12 @@ def test_greedy_generation_is_only_refused_in_training():
     assert faults(1, "generation.temperature=0", command=Command.GENERATE, tree={"model": {"path": "folder"}}) == {}
 
 
-def test_grpo_needs_a_group_and_a_row_reward():
+def test_grpo_needs_a_group():
     grpo = "algorithm.name=grpo"
     assert set(faults(1, grpo)) == {"generation.samples_per_prompt"}
     two = "generation.samples_per_prompt=2"
     assert faults(1, grpo, two) == {}
-    assert set(faults(1, grpo, two, "algorithm.kl.where=reward")) == {"algorithm.kl.where"}
+    assert faults(1, grpo, two, "algorithm.kl.where=reward") == {}  # the summed penalty comes off the row's reward
     assert faults(1, grpo, two, "algorithm.kl.where=loss", "algorithm.kl.estimator=k3") == {}
 
 
@@ -312,8 +315,9 @@ def test_files_need_names_and_a_judge():
 # --- bounds: each key of the table is refused outside and accepted at an edge -------------------------------------
 
 OUTSIDE = {"must be at least 1": 0, "must not be negative": -1, "must be a finite number that is not negative": -0.5,
-           "must be a finite number above 0": 0, "must lie between 0 and 1": 1, "must be above 1": 1,
-           "must lie in [1, 2^32]": 0.5, "must lie in [0, 1]": 1.5, "must lie in (0, 1]": 0,
+           "must be a finite number above 0": 0, "must be a finite number of at least 1": 0.5, "must be above 1": 1,
+           "must lie in [1, 2^32]": 0.5, "must lie in [0, 1]": 1.5, "must lie in [0, 0.5)": 0.5,
+           "must lie in (0, 1]": 0,
            "must be two numbers in [0, 1)": "[0.9]",
            "must be 0 (greedy) or lie in [1e-6, 1e6]": 1e-9, "must lie in [1e-6, 1e6]": 0,
            "weights are split by tensor and pipeline parallelism here, not by ZeRO": 3,
@@ -336,12 +340,16 @@ SET = {
     "model.critic": "model.critic.path=a", "train.critic_optimizer": "train.critic_optimizer.lr=1",
     "algorithm.gamma": "algorithm.gamma=0.5", "algorithm.lam": "algorithm.lam=0.5",
     "algorithm.value_clip": "algorithm.value_clip=null", "algorithm.value_loss_coef": "algorithm.value_loss_coef=3",
-    "algorithm.normalise_advantages": "algorithm.normalise_advantages=false",
+    "algorithm.clip.low": "algorithm.clip.low=0.5", "algorithm.clip.high": "algorithm.clip.high=0.2",
+    "algorithm.clip.dual": "algorithm.clip.dual=3", "algorithm.correction.how": "algorithm.correction.how=mask",
+    "algorithm.correction.low": "algorithm.correction.low=0",
+    "algorithm.correction.high": "algorithm.correction.high=3",
     "algorithm.grpo_std_normalise": "algorithm.grpo_std_normalise=false",
     "algorithm.kl.estimator": "algorithm.kl.estimator=k3", "algorithm.kl.coef": "algorithm.kl.coef=0.5",
     "algorithm.kl.target": "algorithm.kl.target=3", "model.reference": "model.reference.layout.tp=1",
     "algorithm.constant_length": "algorithm.constant_length=5",
-    "placement.critic": "placement.critic=0", "placement.reference": "placement.reference=0",
+    "generation.max_staleness": "generation.max_staleness=3", "placement.critic": "placement.critic=0",
+    "placement.reference": "placement.reference=0",
     "placement.reward": "placement.reward=0",
     "model.reward_model.layout": "model.reward_model.layout.tp=1", "reward": "reward.timeout_s=3",
     "reward.reasoning_gym": "reward.reasoning_gym=partial", "data.train_files": "data.train_files=[a]",
@@ -356,8 +364,10 @@ SET = {
     "train.recompute_layers": "train.recompute_layers=1", "train.loss_scale": "train.loss_scale=2.0",
     "train.loss_scale_window": "train.loss_scale_window=5",
 }
+GRPO = ["algorithm.name=grpo", "generation.samples_per_prompt=2"]
 CONDITIONS = [
-    ["algorithm.name=grpo", "generation.samples_per_prompt=2"], [], [], ["algorithm.kl.where=loss"], [], [],
+    GRPO, GRPO, GRPO, [], ["algorithm.policy_loss=reinforce"], ["algorithm.policy_loss=cispo"], [],
+    ["algorithm.correction.level=token"], [], [], [], ["algorithm.kl.where=loss"], [], [],
     ["model.reward_model.path=m"],
     ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
     [], [], ["train.micro_batch_tokens=512"], ["train.micro_batch_tokens=512"],

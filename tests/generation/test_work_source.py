@@ -6,7 +6,7 @@ import random
 import pytest
 
 from hybridflow.generation.records import Prompt, SamplingParams
-from hybridflow.generation.work_source import OwnShare, SharedQueue, dealt, portions
+from hybridflow.generation.work_source import OwnShare, PinnedShare, SharedQueue, dealt, portions
 from hybridflow.parallel.shared_count import SharedCount
 from tests.ranks import run_ranks
 
@@ -108,3 +108,16 @@ def test_ranks_count_together():
     starts = [(start, start + amount) for result in results for amount, start in enumerate(result[:-2], start=1)]
     starts.sort()
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(starts)) and starts[0][0] == 0
+
+
+def test_what_has_begun_goes_on_where_it_is_and_the_rest_evens_the_loads():
+    prompts = [Prompt(id, sample, (id,) * (id + 1)) for id in range(5) for sample in range(2)]
+    pins = [1, 1, None, None, 1, 1, None, None, None, None]
+    shares = [PinnedShare(prompts, SamplingParams(8), pins, 2, replica) for replica in range(2)]
+    taken = [share.take(99) for share in shares]
+    assert {0, 1, 4, 5} <= set(taken[1]) and sorted(taken[0] + taken[1]) == list(range(10))
+    assert taken[0] == sorted(taken[0]) and taken[1] == sorted(taken[1])
+    assert abs(len(taken[0]) - len(taken[1])) <= 2 and all(place % 2 == 0 for share in taken for place in share[::2])
+    assert all(share.take(1) == [] for share in shares)
+    again = PinnedShare(prompts, SamplingParams(8), [None] * 10, 1, 0)
+    assert [again.take(3), again.take(3), again.take(9)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]

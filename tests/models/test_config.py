@@ -97,3 +97,13 @@ def test_spec_round_trip(family, tmp_path):
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert ModelConfig.from_hf_dict(theirs.to_dict()) == config
     assert theirs.rope_parameters["rope_type"] == "linear" and theirs.rope_parameters["factor"] == 2.0
+
+
+@pytest.mark.parametrize(("pad", "bos", "expected"), [
+    (0, 1, 0), (2, 1, 1), (None, 1, 1), (None, None, None), (2, 2, None)])
+def test_a_classifier_pads_with_no_id_that_ends_a_row(pad, bos, expected):
+    read = ModelConfig.from_hf_dict({**ModelConfig(Family.QWEN2, 64, 32, 48, 2, 4, 2, 8, bos_token_id=bos,
+                                                   eos_token_ids=(2,)).to_hf_dict(), "pad_token_id": pad})
+    hf = read.as_classifier().to_hf_dict()
+    assert hf["architectures"] == ["Qwen2ForSequenceClassification"] and hf["pad_token_id"] == expected
+    assert ModelConfig.from_hf_dict(hf) == read and read.to_hf_dict()["architectures"] == ["Qwen2ForCausalLM"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import Config
+from hybridflow.data.loader import PromptLoader
 from hybridflow.data.sentencepiece_tokenizer import train_sentencepiece
 from hybridflow.parallel.world import World
 from hybridflow.trainer.inputs import Inputs
@@ -40,10 +41,15 @@ def tiny_config(tokenizer: Path, folder: Path, overrides: tuple[str, ...] = ()) 
     return load_config(tree, overrides)
 
 
+def started(world: World, config: Config) -> tuple[RLTrainer, PromptLoader]:
+    """A trainer and its prompts."""
+    trainer = RLTrainer(Inputs.read(config), world)
+    return trainer, training_prompts(config, read_records(config), trainer.tokenizer, trainer.model.vocab_size)
+
+
 def run_steps(world: World, config: Config, steps: int) -> tuple[list[dict[str, float]], list[list[tuple[int, ...]]]]:
     """Metrics and responses (in row order, those at home here) of `steps` steps."""
-    trainer = RLTrainer(Inputs.read(config), world)
-    loader = training_prompts(config, read_records(config), trainer.tokenizer, trainer.model.vocab_size)
+    trainer, loader = started(world, config)
     metrics, responses = [], []
     for _ in range(steps):
         metrics.append(trainer.step(next(loader)))

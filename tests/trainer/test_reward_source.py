@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybridflow.batch import Batch
+from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import PromptRecord
 from hybridflow.micro_batch import Sample, TokenColumns
@@ -46,7 +47,7 @@ def score_twice(world: World, spec: str) -> list[tuple]:
     rewards = FunctionRewards(RewardFunction.load(spec, timeout_s=30.0), Letters(), ResponseEnds((END,)), world)
     told = []
     for answers in (["ab", "xa", "x"], ["ab", "b", "ab"]):
-        scores, metrics = judged(rewards, rollouts(world, answers), PROMPTS)
+        scores, metrics = judged(rewards, rollouts(world, answers), PROMPTS, Crew.whole(world))
         told.append((scores.tolist(), metrics, rewards.last_fault))
     rewards.close()
     return told

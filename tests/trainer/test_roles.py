@@ -66,7 +66,7 @@ def masked_batch(world: World, rows: int, masked: tuple[int, ...]) -> Batch:
     """Ragged rows, of which the reward of the masked ones failed, as the dataflow marks them."""
     batch = ragged_batch(world, rows)
     scores = torch.tensor([float("nan") if row in masked else 1.0 for row in range(rows)], dtype=torch.float64)
-    lengths = torch.tensor(batch.home_lengths(world), dtype=torch.int64)
+    lengths = torch.tensor(batch.home_lengths(world.rank), dtype=torch.int64)
     of_row = torch.tensor([row not in masked for row in batch.home[world.rank]], dtype=torch.float64)
     return replace(batch, scores=scores).with_columns(loss_mask=of_row.repeat_interleave(lengths))
 

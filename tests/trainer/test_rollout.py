@@ -26,7 +26,7 @@ class RuleGenerator:
     def __init__(self, mesh: Mesh, is_slow: bool) -> None:
         self.mesh, self.is_slow = mesh, is_slow
 
-    def generate(self, prompts, params, seed, expected_version=None, *, source, interrupt=None):
+    def generate(self, prompts, params, seed, expected_version=None, *, source, interrupt=None, ended=None):
         while taken := self.told(source):
             source.taken += taken
             while self.is_slow and source._handed_out.fetch_add(0) < len(source._portions):

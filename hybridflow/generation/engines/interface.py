@@ -34,7 +34,8 @@ class GenerationEngine(Protocol):
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int,
                  expected_version: int | None = None, *, source: WorkSource | None = None,
-                 interrupt: Callable[[], bool] | None = None) -> list[Completion]:
+                 interrupt: Callable[[], bool] | None = None,
+                 ended: Callable[[int, tuple[int, ...]], None] | None = None) -> list[Completion]:
         """Complete the prompts, in their order. A sample depends on the weights, `params`, `seed` and its own `Prompt`.
 
         Its log-probs are raw ones, under the sampling temperature and before anything else, for the algorithm; where
@@ -44,6 +45,8 @@ class GenerationEngine(Protocol):
             source: hands prompts out by their index; completions are of those that were taken, in their order. None:
                 all are taken.
             interrupt: asked now and then whether to stop; what is not finished then comes back as `INTERRUPTED`.
+            ended: called, on every rank of the replica, for each response that has ended, with the index of its prompt
+                and its ids: as soon as the engine knows.
 
         Raises:
             StaleWeightsError: the weights have another version than is expected, or there are none.

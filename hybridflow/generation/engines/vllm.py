@@ -131,7 +131,8 @@ class VllmEngine:
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int,
                  expected_version: int | None = None, *, source: WorkSource | None = None,
-                 interrupt: Callable[[], bool] | None = None) -> list[Completion]:
+                 interrupt: Callable[[], bool] | None = None,
+                 ended: Callable[[int, tuple[int, ...]], None] | None = None) -> list[Completion]:
         """As `GenerationEngine.generate`. Draws are vLLM's, from a random generator for each sample.
 
         Where min_p and top_p restrict together, vLLM applies min_p first. All that `source` has for this replica is
@@ -146,16 +147,21 @@ class VllmEngine:
         check_requests(prompts, params, self._config, self._has_text)
         if interrupt is not None and interrupt():
             return [] if source is not None else [unfinished(prompt) for prompt in prompts]
-        prompts = prompts if source is None else [prompts[index] for index in _taken(source)]
+        indices = list(range(len(prompts))) if source is None else _taken(source)
+        prompts = [prompts[index] for index in indices]
         answers = self._ask([request_ids(prompt) for prompt in prompts],
                             [request_words(prompt, params, seed) for prompt in prompts])
         outputs = [answer.outputs[0] for answer in answers]
         drawn = [chosen_log_probs(output.token_ids, output.logprobs) for output in outputs]
         raw = drawn if params.draws_raw else self._raw(prompts, [output.token_ids for output in outputs],
                                                        params.temperature or 1.0)
-        return [completion(prompt, output.token_ids, output.finish_reason, log_probs,
-                           None if params.draws_raw else processed, version)
-                for prompt, output, log_probs, processed in zip(prompts, outputs, raw, drawn, strict=True)]
+        found = [completion(prompt, output.token_ids, output.finish_reason, log_probs,
+                            None if params.draws_raw else processed, version)
+                 for prompt, output, log_probs, processed in zip(prompts, outputs, raw, drawn, strict=True)]
+        if ended is not None:
+            for index, one in zip(indices, found, strict=True):
+                ended(index, one.response_ids)
+        return found
 
     def _raw(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]],
              temperature: float) -> list[list[float]]:

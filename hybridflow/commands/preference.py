@@ -1,0 +1,47 @@
+"""What `dpo`, `kto` and `reward_model` share: the data that they read, as the course of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hybridflow.commands.job import Job
+from hybridflow.commands.offline import Course, run_course
+from hybridflow.config.command import Command
+from hybridflow.config.layouts import answers_held_out
+from hybridflow.config.schema import Config
+from hybridflow.data.preference import ExampleRows, PreferenceLoader, TextRow, preference_fingerprint
+from hybridflow.models.config import Head
+from hybridflow.parallel.world import World
+from hybridflow.trainer.inputs import Inputs
+from hybridflow.trainer.preference import PreferenceTrainer
+from hybridflow.trainer.preference_data import held_out_prompts, read_preferences
+
+Tokenise = Callable[[Inputs, Sequence[TextRow]], ExampleRows]
+MakeTrainer = Callable[[Inputs, World, Sequence[Any], ExampleRows], PreferenceTrainer]
+
+
+def prepare_preference(config: Config, command: Command, title: str, tokenise: Tokenise,
+                       make_trainer: MakeTrainer) -> Job:
+    """Read everything that the config names; the job then trains, evaluates and exports, on all launched ranks.
+
+    Args:
+        make_trainer: from inputs, world, the first evaluation.prompts held-out rows, and all training rows.
+    """
+    split = read_preferences(config)
+    head = Head.SCORE if command is Command.REWARD_MODEL else Head.LANGUAGE_MODEL
+    answers = answers_held_out(config, command)
+    inputs = Inputs.read(config, scores=answers, head=head)
+    rows = tokenise(inputs, split.train)
+    held_out = _held_out(config, tokenise(inputs, split.test)) if split.test else ()
+    loader = PreferenceLoader(rows, config.train.global_batch_size, config.train.seed, config.data.shuffle)
+    dropped = f"{loader.num_dropped} of {len(rows)} rows are too long and were dropped."
+    return partial(run_course, Course(
+        command, title, inputs, config.preference.steps, preference_fingerprint((*split.train, *split.test)), loader,
+        lambda inputs, world: make_trainer(inputs, world, held_out, rows),
+        held_out=held_out_prompts(inputs, split) if answers else (), notes=(dropped,) if loader.num_dropped else ()))
+
+
+def _held_out(config: Config, rows: ExampleRows) -> tuple[Any, ...]:
+    return tuple(rows.example(row) for row in rows.kept[:config.evaluation.prompts])

@@ -1,0 +1,94 @@
+"""Estimators and policy losses by name: all of the tables, and a user's from a file, with every error told."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.algorithms.advantages import AdvantageOptions, Estimate, Rewarded
+from hybridflow.algorithms.estimation import estimated
+from hybridflow.algorithms.functions import find_estimator, find_policy_loss
+from hybridflow.algorithms.losses import Clip, finish_metrics
+from hybridflow.algorithms.objectives import ActorObjective
+from hybridflow.algorithms.recipes import RECIPES
+from hybridflow.algorithms.registry import ADVANTAGES, POLICY_LOSSES, Need
+from hybridflow.micro_batch import TokenColumns
+from hybridflow.target_rows import TargetRows
+
+OWN = Path(__file__).with_name("users_own.py")
+REWARDED = Rewarded(torch.tensor([1.0, 3.0]).double(), torch.zeros(2, dtype=torch.int64), (0, 1), (1, 2),
+                    torch.ones(3).double(), torch.tensor([1.0, 0.0, 3.0]).double())
+
+
+def test_the_tables_name_functions_that_exist_and_recipes_name_the_tables():
+    for spec in ADVANTAGES:
+        assert find_estimator(spec).__name__ == f"{spec}_advantages"
+    for spec in POLICY_LOSSES:
+        assert find_policy_loss(spec).__name__.endswith("_policy_loss")
+    for recipe in RECIPES.values():
+        assert recipe.advantage in ADVANTAGES and recipe.policy_loss in POLICY_LOSSES
+    options = set(vars(AdvantageOptions()))
+    assert all(entry.options <= options for entry in ADVANTAGES.values())
+    assert {need for entry in ADVANTAGES.values() for need in entry.needs} == set(Need)
+
+
+def test_nobody_writes_the_tables():
+    for table in (ADVANTAGES, POLICY_LOSSES, RECIPES):
+        with pytest.raises(TypeError):
+            table["mine"] = None
+
+
+def test_a_users_functions_are_taken_from_their_file():
+    advantages = estimated(find_estimator(f"{OWN}:scaled_scores"), REWARDED, AdvantageOptions(), whitened=False)
+    assert advantages.estimate.advantages.tolist() == pytest.approx([2 - 14 / 3, 6 - 14 / 3, 6 - 14 / 3])
+    columns = TokenColumns(torch.full((2,), 0.5), advantages=torch.tensor([1.0, 2.0]))
+    log_probs = torch.tensor([-1.0, -9.0], requires_grad=True)
+    objective = ActorObjective(Clip(0.2), policy_loss=find_policy_loss(f"{OWN}:bounded_log_prob"))
+    loss, sums = objective(log_probs, None, columns, TargetRows.of([2]))
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * (1.0 + 2 * 3.2)) and log_probs.grad.tolist() == [-0.5, 0.0]
+    metrics = finish_metrics(sums)
+    assert metrics == pytest.approx({"policy_loss": loss.item(), "loss": loss.item()})
+
+
+def test_the_example_of_the_readme(tmp_path):
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(# mine.py;.*?)```", text, re.DOTALL)
+    (tmp_path / "mine.py").write_text(example)
+    best = find_estimator(f"{tmp_path}/mine.py:best_of_group")
+    assert estimated(best, REWARDED, AdvantageOptions(), whitened=False).estimate.advantages.tolist() == [0, 1, 1]
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    columns = TokenColumns(torch.full((2,), 0.5), advantages=torch.tensor([1.0, 2.0]))
+    loss, sums = find_policy_loss(f"{tmp_path}/mine.py:squared")(log_probs, columns, TargetRows.of([2]), Clip())
+    loss.backward()
+    assert log_probs.grad.tolist() == [-0.5, -1.0] and sums["policy_loss"].item() == loss.item() == -1.5
+
+
+@pytest.mark.parametrize(("spec", "told"), [
+    ("grop", "neither file.py:function nor one of gae, grpo"),
+    ("own.txt:scaled_scores", "neither file.py:function"),
+    ("nowhere/own.py:scaled_scores", "there is no file /"),
+    (f"{OWN}:scaled_score", "scaled_score is not there in .*; did you mean scaled_scores?"),
+    (f"{OWN}:NOT_A_FUNCTION", "NOT_A_FUNCTION is no function in"),
+    (f"{OWN}:takes_one", r"takes_one\(rewarded\) cannot be called with \(rewarded, options\)"),
+])
+def test_what_is_wrong_with_a_name_is_told(spec, told):
+    with pytest.raises(ValueError, match=told) as caught:
+        find_estimator(spec)
+    assert str(caught.value).startswith(f"algorithm.advantage = {spec}: ")
+
+
+def test_a_file_that_does_not_import_is_told(tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import torch\nraise RuntimeError('not today')\n")
+    with pytest.raises(ValueError, match="broken.py does not import: RuntimeError: not today"):
+        find_policy_loss(f"{broken}:loss")
+
+
+def test_what_an_estimator_returns_is_looked_at():
+    for name, told in (("returns_a_tensor", "returned a Tensor; it must return an Estimate"),
+                       ("one_too_few", r"of shape \(2,\); those of these tokens have \(3,\)")):
+        with pytest.raises(ValueError, match=told):
+            estimated(find_estimator(f"{OWN}:{name}"), REWARDED, AdvantageOptions(), whitened=False)
+    assert isinstance(find_estimator("dr_grpo")(REWARDED, AdvantageOptions()), Estimate)
