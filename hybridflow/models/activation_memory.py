@@ -139,7 +139,7 @@ class ActivationMemory:
         """The tables of the rotation, and places of tokens where rows are laid out."""
         tables = 2 * shape.num_tokens * self.config.head_dim * self._size
         if self.fused:
-            return tables + 3 * len(shape.lengths) * INDEX_BYTES  # where rows begin, their lengths and ends
+            return tables
         if self.cp > 1:
             return tables + sum(shape.lengths) * INDEX_BYTES
         if not shape.is_ragged:
