@@ -82,7 +82,7 @@ class Trainer:
         config = inputs.config
         self.world, self.config, self.data_loader = world, config, data_loader
         self.trainer = RLTrainer(inputs, world, comm_hook)
-        self.view = RunView(_view_options(config), world.rank, open_console())
+        self.view = RunView(_view_options(config, world.size), world.rank, open_console())
         self.num_steps = self.num_prompts = 0
         self.asks_for_truth = config.reward.function is None and config.model.reward_model.path is None
         batches = BatchMath.of(config, world.size).line_of_any_batch()
@@ -159,11 +159,12 @@ class Trainer:
                                  f"is {positions})")
 
 
-def _view_options(config: Config) -> ViewOptions:
+def _view_options(config: Config, num_ranks: int) -> ViewOptions:
     logging = config.logging
     return ViewOptions(Path(logging.dir), config.algorithm.name.value, config.train.total_steps,
                        progress=logging.progress, num_samples=logging.samples, wandb=logging.wandb,
-                       tensorboard=logging.tensorboard, config=to_tree(config))
+                       tensorboard=logging.tensorboard, config=to_tree(config),
+                       verl_ranks=num_ranks if logging.verl_names else None)
 
 
 def _items(batch: PromptBatch) -> list[BatchItem]:

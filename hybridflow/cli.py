@@ -34,6 +34,7 @@ HELP = {
     Command.KTO: "Kahneman-Tversky optimisation on good and bad answers",
     Command.REWARD_MODEL: "a reward model from pairs of answers",
     Command.GENERATE: "answer held-out prompts and print the answers, or answer those of a file",
+    Command.EVALUATE: "answer held-out prompts and score the answers, without training",
     Command.EXPORT: "write the model in Hugging Face's format",
 }
 # Commands with options of their own: each module has HELP, EPILOGUE, add_arguments and run.
@@ -76,9 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(key_table())
         return 0
     if arguments.command == "metrics":
-        from hybridflow.observe.metric_names import describe  # brings torch, which config faults must not wait for
-
-        print(describe())
+        _print_metrics(arguments.verl)
         return 0
     if arguments.command in TOOLS:
         return _tool(arguments.command).run(arguments)
@@ -136,8 +135,15 @@ def parser() -> argparse.ArgumentParser:
         module.add_arguments(commands.add_parser(tool, help=module.HELP, description=module.HELP,
                                                  epilog=module.EPILOGUE, formatter_class=argparse.RawTextHelpFormatter))
     commands.add_parser("keys", help="print every key of a config with its default and meaning")
-    commands.add_parser("metrics", help="print every metric of a run with its unit and meaning")
+    metrics = commands.add_parser("metrics", help="print every metric of a run with its unit and meaning")
+    metrics.add_argument("--verl", action="store_true", help="those that logging.verl_names adds, and how they differ")
     return top
+
+
+def _print_metrics(verl: bool) -> None:
+    from hybridflow.observe import metric_names, verl_names  # bring torch, which config faults must not wait for
+
+    print(verl_names.describe() if verl else metric_names.describe())
 
 
 def _tool(name: str) -> ModuleType:

@@ -26,7 +26,8 @@ from hybridflow.target_rows import TargetRows, whole
 class TokenColumns:
     """Data of each response token, rows packed one after another: every field is `[targets]`, None where not computed.
 
-    `weight` is the factor of the token's loss in the whole optimizer batch (see `algorithms.reduction`); the others
+    `weight` is the factor of the token's loss in the whole optimizer batch (see `algorithms.reduction`), and
+    `pretrain_weight` that of a supervised loss beside it, on rows that have no other; the others
     are log-probabilities, advantages, returns and values in the units of their algorithm, `versions` those of the
     weights under which tokens were drawn, and `loss_mask` says which tokens are trained (1.0) or not (0.0).
     `row_reference` and `row_label` are fp64 numbers of a whole row, the same on each of its targets: the reference's
@@ -34,6 +35,7 @@ class TokenColumns:
     """
 
     weight: Tensor | None = None
+    pretrain_weight: Tensor | None = None
     loss_mask: Tensor | None = None
     rollout_log_probs: Tensor | None = None
     versions: Tensor | None = None

@@ -15,6 +15,7 @@ from hybridflow.algorithms.kl import KlEstimator
 from hybridflow.algorithms.losses import WEIGHT, Clip, Sums, entropy_bonus, given, kl_loss, value_loss, weighted_sum
 from hybridflow.algorithms.policy import PolicyLoss
 from hybridflow.algorithms.ppo import clipped_policy_loss
+from hybridflow.algorithms.safe_rlhf import pretraining_loss
 from hybridflow.micro_batch import TokenColumns
 from hybridflow.target_rows import TargetRows
 
@@ -30,6 +31,7 @@ class ActorObjective:
         kl_coef: its coefficient, in units of the advantage per nat.
         policy_loss: a plain function (`policy`); PPO's by default.
         correction: weighs the policy term by the ratio of trainer to generator; None leaves it as it is.
+        pretrain_coef: of a supervised loss on the tokens that have a `pretrain_weight`; 0: there are none.
     """
 
     clip: Clip
@@ -38,6 +40,7 @@ class ActorObjective:
     kl_coef: float = 0.0
     policy_loss: PolicyLoss = clipped_policy_loss
     correction: Correction | None = None
+    pretrain_coef: float = 0.0
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, columns: TokenColumns,
                  rows: TargetRows) -> tuple[Tensor, Sums]:
@@ -57,6 +60,10 @@ class ActorObjective:
         if self.kl_estimator is not None:
             divergence, more = kl_loss(log_probs, columns, self.kl_estimator)
             loss, sums = loss + self.kl_coef * divergence, sums | more
+        if self.pretrain_coef != 0:
+            weight = given(columns.pretrain_weight, "pretrain_weight")
+            term, more = pretraining_loss(log_probs, columns.with_columns(weight=weight), self.pretrain_coef)
+            loss, sums = loss + term, sums | more
         return loss, sums | {"loss": loss.detach().double()}
 
     def _policy_term(self, log_probs: Tensor, columns: TokenColumns, rows: TargetRows) -> tuple[Tensor, Sums]:

@@ -23,6 +23,7 @@ class Recipe:
         reduction, kl_where, kl_estimator, whiten: what the config's keys of these names are where they are null.
         clip: low and high where they are not the policy loss's own.
         overlong_fraction: the part of the length limit over which a response's reward falls (DAPO); None: none.
+        resample_rounds: rounds of generation, at most, in which prompts without a signal are replaced; 0: none are.
     """
 
     paper: str
@@ -34,6 +35,7 @@ class Recipe:
     whiten: bool = False
     clip: tuple[float, float] | None = None
     overlong_fraction: float | None = None
+    resample_rounds: int = 0
 
 
 _OF_SEQUENCES = LossReduction.SEQ_MEAN_TOKEN_SUM
@@ -43,7 +45,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType({
     "grpo": Recipe("2402.03300", "grpo", "ppo"),
     "dr_grpo": Recipe("2503.20783", "dr_grpo", "ppo", LossReduction.CONSTANT_LENGTH),
     # L_max 20480 and L_cache 4096 of the paper: a fifth.
-    "dapo": Recipe("2503.14476", "grpo", "ppo", clip=(0.2, 0.28), overlong_fraction=0.2),
+    "dapo": Recipe("2503.14476", "grpo", "ppo", clip=(0.2, 0.28), overlong_fraction=0.2, resample_rounds=10),
     "rloo": Recipe("2402.14740", "rloo", "reinforce", _OF_SEQUENCES, KLWhere.REWARD),
     "reinforce_pp": Recipe("2501.03262", "reinforce_pp", "ppo", kl_where=KLWhere.REWARD, whiten=True),
     "reinforce_pp_baseline": Recipe("2501.03262", "reinforce_pp_baseline", "ppo", kl_where=KLWhere.LOSS,

@@ -5,7 +5,7 @@ Owns what they say at the start and the loop's parts. What is read, and what a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,8 @@ from hybridflow.config.batch_math import layout_table, offline_line
 from hybridflow.config.command import Command
 from hybridflow.config.layouts import answers_held_out
 from hybridflow.data.loader import TokenisedPrompt
+from hybridflow.data.row_source import RowLoader
+from hybridflow.data.train_source import data_metrics
 from hybridflow.parallel.world import World
 from hybridflow.trainer.activations import activation_line
 from hybridflow.trainer.inputs import Inputs
@@ -28,11 +30,11 @@ class Course:
 
     Attributes:
         title: of the run, which tells the world size after it.
-        fingerprint: of all data, to be compared over ranks.
+        mark: of all data, made of what JSON knows, to be compared over ranks.
         batches: the examples of each step, without end.
         make_trainer: called on the world.
         held_out: prompts that are answered in evaluations, where `answers_held_out` says that they are.
-        notes: sentences to print at the start.
+        unit: what the rows of `batches` are called.
         before: what rank 0 does first.
         stop_at_accuracy: see `RunParts`.
     """
@@ -41,11 +43,11 @@ class Course:
     title: str
     inputs: Inputs
     steps: int
-    fingerprint: int
-    batches: Iterator[Sequence[Any]]
+    mark: Any
+    batches: RowLoader[Any]
     make_trainer: Callable[[Inputs, World], OfflineTrainer]
     held_out: tuple[TokenisedPrompt, ...] = ()
-    notes: tuple[str, ...] = ()
+    unit: str = "rows"
     before: Callable[[], None] = lambda: None
     stop_at_accuracy: float | None = None
 
@@ -54,19 +56,22 @@ def run_course(course: Course) -> None:
     """Train, evaluate and export on all launched ranks."""
     config = course.inputs.config
     with closing(World.from_env(config.train.timeout_s)) as world:
-        require_equal(world, course.fingerprint, FILES_DIFFER)
+        require_equal(world, course.mark, FILES_DIFFER)
         with closing(course.make_trainer(course.inputs, world)) as trainer:
             whole = Run(config, world, f"{course.title}, world size {world.size}", course.steps)
             if world.rank == 0:
                 course.before()
             for sentence in (offline_line(config, world.size, course.command),
                              layout_table(config, world.size, course.command),
-                             activation_line(config, world.size, trainer.model, command=course.command), *course.notes):
-                whole.view.say(sentence)
+                             activation_line(config, world.size, trainer.model, command=course.command),
+                             course.batches.counts.sentence(course.batches.num_rows, course.unit)):
+                if sentence is not None:
+                    whole.view.say(sentence)
             prompts = course.held_out if answers_held_out(config, course.command) else ()
             whole.fit(RunParts(
-                step=lambda: trainer.step(next(course.batches)), export=trainer.export, trace=trainer.trace,
-                timer=trainer.timer, stop_at_accuracy=course.stop_at_accuracy,
+                step=lambda: trainer.step(next(course.batches)) | data_metrics(course.batches), export=trainer.export,
+                trace=trainer.trace, timer=trainer.timer, stop_at_accuracy=course.stop_at_accuracy,
                 labels={rank: trainer.actor.blueprint.grid.coord(rank).words() for rank in range(world.size)},
                 evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(prompts),
+                answers=trainer.answers,
             ))

@@ -36,11 +36,10 @@ def prepare_preference(config: Config, command: Command, title: str, tokenise: T
     rows = tokenise(inputs, split.train)
     held_out = _held_out(config, tokenise(inputs, split.test)) if split.test else ()
     loader = PreferenceLoader(rows, config.train.global_batch_size, config.train.seed, config.data.shuffle)
-    dropped = f"{loader.num_dropped} of {len(rows)} rows are too long and were dropped."
     return partial(run_course, Course(
         command, title, inputs, config.preference.steps, preference_fingerprint((*split.train, *split.test)), loader,
         lambda inputs, world: make_trainer(inputs, world, held_out, rows),
-        held_out=held_out_prompts(inputs, split) if answers else (), notes=(dropped,) if loader.num_dropped else ()))
+        held_out=held_out_prompts(inputs, split) if answers else ()))
 
 
 def _held_out(config: Config, rows: ExampleRows) -> tuple[Any, ...]:

@@ -9,12 +9,22 @@ from hybridflow.commands.job import Job
 from hybridflow.config.batch_math import layout_table
 from hybridflow.config.recipe import algorithm_line, with_recipe
 from hybridflow.config.schema import Config
-from hybridflow.data.loader import PromptLoader, TokenisedPrompt
-from hybridflow.data.records import DataSplit
+from hybridflow.data.loader import TokenisedPrompt
+from hybridflow.data.row_source import RowLoader
+from hybridflow.data.sft import SftExample
+from hybridflow.data.train_source import data_metrics
 from hybridflow.parallel.world import World
 from hybridflow.trainer.activations import activation_line
+from hybridflow.trainer.evaluate import answer_lines
 from hybridflow.trainer.inputs import Inputs
-from hybridflow.trainer.prompts import held_out_prompts, read_records, require_same, training_prompts
+from hybridflow.trainer.prompts import (
+    RunData,
+    held_out_prompts,
+    read_records,
+    require_same_data,
+    training_pairs,
+    training_prompts,
+)
 from hybridflow.trainer.rl import RLTrainer
 from hybridflow.trainer.run import Run, RunParts
 
@@ -26,27 +36,38 @@ def prepare(config: Config) -> Job:
     inputs = Inputs.read(config)
     loader = training_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
-    return partial(_run, inputs, records, loader, held_out)
+    return partial(_run, inputs, records, loader, held_out, _pretraining(config, records, inputs))
 
 
-def _run(inputs: Inputs, records: DataSplit, loader: PromptLoader, held_out: tuple[TokenisedPrompt, ...]) -> None:
+def _pretraining(config: Config, records: RunData, inputs: Inputs) -> RowLoader[SftExample] | None:
+    """Prompts and right answers of the training data, for algorithm.safe.pretrain_coef."""
+    safe = config.algorithm.safe
+    if safe.pretrain_coef == 0:
+        return None
+    return training_pairs(config, records, inputs.tokenizer, inputs.model.vocab_size, safe.pretrain_batch_size)
+
+
+def _run(inputs: Inputs, records: RunData, loader: RowLoader[TokenisedPrompt], held_out: tuple[TokenisedPrompt, ...],
+         pretraining: RowLoader[SftExample] | None) -> None:
     config = inputs.config
-    with closing(World.from_env(config.train.timeout_s)) as world, closing(RLTrainer(inputs, world)) as trainer:
-        require_same(world, (*records.train, *records.test))
+    with (closing(World.from_env(config.train.timeout_s)) as world,
+          closing(RLTrainer(inputs, world, pretraining=pretraining)) as trainer):
+        require_same_data(world, records)
         title = f"{config.algorithm.name.value}, world size {world.size}"
         whole = Run(config, world, title, config.train.total_steps)
         whole.view.say(algorithm_line(config))
         whole.view.say(trainer.batch_line())
         whole.view.say(layout_table(config, world.size))
         whole.view.say(activation_line(config, world.size, trainer.model))
-        if loader.num_dropped:
-            whole.view.say(f"{loader.num_dropped} of {len(records.train)} prompts are too long and were dropped.")
+        if (sentence := loader.counts.sentence(loader.num_rows, "prompts")) is not None:
+            whole.view.say(sentence)
+        evaluator = None if config.evaluation.every_steps is None else trainer.evaluator(held_out)
         for _ in range(trainer.steps_ahead):
             trainer.start(next(loader))
         whole.fit(RunParts(
-            step=lambda: trainer.step(next(loader)), export=trainer.export, trace=trainer.trace, timer=trainer.timer,
-            labels=trainer.labels(),
-            evaluate=None if config.evaluation.every_steps is None else trainer.evaluator(held_out),
+            step=lambda: trainer.step(next(loader), loader.__next__) | data_metrics(loader), export=trainer.export,
+            trace=trainer.trace, timer=trainer.timer, labels=trainer.labels(),
+            evaluate=evaluator, answers=lambda: answer_lines(evaluator.answers) if evaluator else [],
             samples=lambda: trainer.samples(config.logging.samples),
             trouble=lambda: trainer.trouble,
         ))

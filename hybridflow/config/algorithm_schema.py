@@ -58,11 +58,37 @@ class CorrectionConfig:
 
 
 @dataclass(frozen=True)
+class SafeConfig:
+    """The bound on the cost and the multiplier that holds it (safe_rlhf)."""
+
+    cost_limit: float = 0.0
+    """Mean cost of a response that is still allowed, in units of the cost."""
+    multiplier: float = 1.0
+    """Where the Lagrange multiplier starts; it weighs the cost against the reward."""
+    multiplier_lr: float = 0.1
+    """Step of the multiplier's logarithm, per unit of cost above the limit and of the multiplier."""
+    pretrain_coef: float = 0.0
+    """Weight of a supervised loss on right answers in every optimizer step of the actor (PPO-ptx). 0: none."""
+    pretrain_batch_size: int = 16
+    """Pairs of prompt and right answer, of the training data, in an optimizer step."""
+
+
+@dataclass(frozen=True)
+class CostConfig:
+    """Where costs come from when there is no cost model (safe_rlhf)."""
+
+    function: str | None = None
+    """file.py:function, called as reward.function is; what it returns is a cost: less is better."""
+    timeout_s: float = 10.0
+    """Longest time for one row's cost; a row that takes longer is counted as timed out and not trained."""
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """The learning algorithm."""
 
     name: AlgorithmName = AlgorithmName.PPO
-    """ppo | grpo | dr_grpo | rloo | reinforce_pp | reinforce_pp_baseline | gspo | cispo (see README)."""
+    """ppo | grpo | dr_grpo | dapo | rloo | reinforce_pp | reinforce_pp_baseline | remax | gspo | cispo | safe_rlhf."""
     advantage: str | None = None
     """Advantage estimator: a name of README's table, or file.py:function. null: the algorithm's."""
     policy_loss: str | None = None
@@ -91,5 +117,9 @@ class AlgorithmConfig:
     """Shift and scale a step's advantages to mean 0 and variance 1 over its tokens. null: the algorithm's."""
     grpo_std_normalise: bool = True
     """Divide the advantages of a group by the standard deviation of its rewards (advantage grpo)."""
+    resample_rounds: int | None = None
+    """Rounds, at most, to replace prompts whose samples have equal rewards (DAPO). 0: none. null: the algorithm's."""
+    safe: SafeConfig = field(default_factory=SafeConfig)
+    """The bound on the cost."""
     overlong_buffer: int | None = None
     """Tokens before max_new_tokens over which a reward falls by 1 in all (DAPO). 0: none. null: the algorithm's."""

@@ -45,6 +45,8 @@ OTHER_NAMES = {
     "max_steps": "train.total_steps",
     "rollout_batch_size": "data.prompts_per_step",
     "train_batch_size": "data.prompts_per_step",
+    "truncation": "data.overlong",
+    "apply_chat_template_kwargs": "data.chat_template_kwargs",
     "num_generations": "generation.samples_per_prompt",
     "max_response_length": "generation.max_new_tokens",
     "max_completion_length": "generation.max_new_tokens",

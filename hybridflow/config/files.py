@@ -23,8 +23,11 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
     faults += _tokenizer(config, command)
     if command not in (Command.API, Command.COMPLETE):
         faults += _data(config)
-    if command.trains:
+    faults += _template(config.data.chat_template)
+    if command.scores:
         faults += _reward_function(config.reward.function)
+    if command in (Command.TRAIN, Command.API):
+        faults += _reward_function(config.cost.function, "cost.function")
     if command in (Command.TRAIN, Command.API):
         faults += _algorithm_functions(config)
     return faults
@@ -41,7 +44,9 @@ def _models(config: Config, command: Command) -> Iterator[Fault]:
     named = {"model.path": config.model.path}
     if command in (Command.TRAIN, Command.API):
         named["model.critic.path"] = config.model.critic.path
-    if command.trains:
+        named["model.cost_critic.path"] = config.model.cost_critic.path
+        named["model.cost_model.path"] = config.model.cost_model.path
+    if command.scores:
         named["model.reward_model.path"] = config.model.reward_model.path
     for key, path in named.items():
         if path is not None and not (Path(path) / "config.json").is_file():
@@ -62,7 +67,9 @@ def _tokenizer(config: Config, command: Command) -> Iterator[Fault]:
 
 
 def _data(config: Config) -> Iterator[Fault]:
-    for key, files in (("data.train_files", config.data.train_files), ("data.test_files", config.data.test_files)):
+    named = {"data.train_files": config.data.train_files, "data.test_files": config.data.test_files}
+    named |= {f"data.mixture[{i}].files": source.files for i, source in enumerate(config.data.mixture)}
+    for key, files in named.items():
         for i, path in enumerate(files):
             if not Path(path).is_file():
                 yield Fault(f"{key}[{i}]", path, "no such file")
@@ -76,12 +83,17 @@ def _algorithm_functions(config: Config) -> Iterator[Fault]:
             yield Fault(key, spec, f"there is no file {file}")
 
 
-def _reward_function(function: str | None) -> Iterator[Fault]:
+def _template(path: str | None) -> Iterator[Fault]:
+    if path is not None and not Path(path).is_file():
+        yield Fault("data.chat_template", path, "no such file", "give a file with a Jinja chat template")
+
+
+def _reward_function(function: str | None, key: str = "reward.function") -> Iterator[Fault]:
     """The last colon parts file from function, so that a path may hold colons too."""
     if function is None:
         return
     file, _, name = function.rpartition(":")
     if not file or not name.isidentifier():
-        yield Fault("reward.function", function, "is not file.py:function", "write e.g. rewards/maths.py:score")
+        yield Fault(key, function, "is not file.py:function", "write e.g. rewards/maths.py:score")
     elif not Path(file).is_file():
-        yield Fault("reward.function", function, f"there is no file {file}")
+        yield Fault(key, function, f"there is no file {file}")

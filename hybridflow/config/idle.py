@@ -75,6 +75,15 @@ IDLE = (
     Idle(lambda c: with_recipe(c).algorithm.loss_reduction is not LossReduction.CONSTANT_LENGTH,
          ("algorithm.constant_length",),
          "has no effect with this loss_reduction", "choose algorithm.loss_reduction constant-length"),
+    Idle(lambda c: Need.COST not in needs_of(c.algorithm),
+         ("algorithm.safe", "cost", "model.cost_model", "model.cost_critic", "placement.cost", "placement.cost_critic"),
+         "has no effect without a bound on costs", "remove it, or choose algorithm.name safe_rlhf"),
+    Idle(lambda c: c.model.cost_model.path is not None, ("cost",),
+         "has no effect with a cost model", "remove it, or model.cost_model.path"),
+    Idle(lambda c: c.model.cost_model.path is None, ("model.cost_model.layout", "placement.cost"),
+         "has no effect without a cost model", "give model.cost_model.path"),
+    Idle(lambda c: c.algorithm.safe.pretrain_coef == 0, ("algorithm.safe.pretrain_batch_size",),
+         "has no effect without a pretraining loss", "give algorithm.safe.pretrain_coef"),
     Idle(lambda c: c.model.reward_model.path is None, ("model.reward_model.layout", "placement.reward"),
          "has no effect without a reward model", "give model.reward_model.path"),
     Idle(lambda c: c.model.reward_model.path is not None, ("reward",),
@@ -83,10 +92,28 @@ IDLE = (
          "has no effect with a reward function", "remove it, or reward.function"),
     Idle(lambda c: c.data.source is DataSource.REASONING_GYM, ("data.train_files", "data.test_files"),
          "has no effect with reasoning_gym", "choose data.source jsonl or parquet"),
-    Idle(lambda c: c.data.source is not DataSource.REASONING_GYM,
+    Idle(lambda c: c.data.source in (DataSource.JSONL, DataSource.PARQUET),
          ("data.tasks", "data.test_tasks", "data.size", "data.test_size", "data.prompt_template",
           "reward.reasoning_gym"),
          "has no effect with prompts from files", "choose data.source reasoning_gym"),
+    Idle(lambda c: c.data.source is DataSource.MIXTURE, ("data.tasks", "data.train_files", "data.size"),
+         "has no effect with a mixture", "name files and tasks in data.mixture"),
+    Idle(lambda c: c.data.source is DataSource.MIXTURE and not c.data.test_tasks, ("data.test_size",),
+         "has no effect in a mixture without data.test_tasks", "name data.test_tasks, or remove it"),
+    Idle(lambda c: c.data.source is DataSource.MIXTURE and not _names_tasks(c),
+         ("data.prompt_template", "reward.reasoning_gym"),
+         "has no effect in a mixture of files alone", "remove it, or name a task"),
+    Idle(lambda c: c.data.source is not DataSource.MIXTURE, ("data.mixture",),
+         "has no effect with this source", "choose data.source mixture"),
+    Idle(lambda c: not _trains_on_files(c), ("data.streaming",),
+         "has no effect without files of training prompts", "remove it"),
+    Idle(lambda c: not (c.data.streaming and c.data.shuffle), ("data.shuffle_buffer",),
+         "has no effect where rows are not streamed and shuffled", "choose data.streaming true and data.shuffle true"),
+    Idle(lambda c: c.evaluation.every_steps is None,
+         ("evaluation.samples_per_prompt", "evaluation.temperature", "evaluation.save_answers"),
+         "has no effect without an evaluation", "give evaluation.every_steps"),
+    Idle(lambda c: c.evaluation.temperature == 0, ("evaluation.top_k", "evaluation.top_p", "evaluation.min_p"),
+         "has no effect in greedy decoding", "give evaluation.temperature"),
     Idle(lambda c: c.train.optimizer.decay is Decay.CONSTANT, ("train.optimizer.min_lr",),
          "has no effect with a constant rate", "choose train.optimizer.decay linear or cosine"),
     Idle(lambda c: (c.train.critic_optimizer.decay or c.train.optimizer.decay) is Decay.CONSTANT,
@@ -106,6 +133,17 @@ IDLE = (
          ("train.loss_scale", "train.loss_scale_window"),
          "has no effect in a precision that needs no loss scaling", "remove it, or choose train.mixed_precision fp16"),
 )
+
+
+def _trains_on_files(config: Config) -> bool:
+    data = config.data
+    if data.source is DataSource.MIXTURE:
+        return any(source.files for source in data.mixture)
+    return data.source is not DataSource.REASONING_GYM
+
+
+def _names_tasks(config: Config) -> bool:
+    return bool(config.data.test_tasks) or any(source.task is not None for source in config.data.mixture)
 
 
 def idle_keys(config: Config, command: Command = Command.TRAIN) -> Iterator[Fault]:

@@ -24,10 +24,12 @@ class Role(Enum):
     CRITIC = "critic"
     REFERENCE = "reference"
     REWARD = "reward"
+    COST = "cost"
+    COST_CRITIC = "cost_critic"
 
 
 MOST_RANKS = 2**20  # of a world
-LEARNING = (Role.ACTOR, Role.CRITIC)  # the others only score
+LEARNING = (Role.ACTOR, Role.CRITIC, Role.COST_CRITIC)  # the others only score
 
 
 def roles(config: Config) -> tuple[Role, ...]:
@@ -35,7 +37,9 @@ def roles(config: Config) -> tuple[Role, ...]:
     has_critic = Need.CRITIC in needs_of(config.algorithm)
     has_reference = kl_where_of(config.algorithm) is not KLWhere.NONE
     has_reward = config.model.reward_model.path is not None
-    needed = {Role.ACTOR: True, Role.CRITIC: has_critic, Role.REFERENCE: has_reference, Role.REWARD: has_reward}
+    has_costs = Need.COST in needs_of(config.algorithm)
+    needed = {Role.ACTOR: True, Role.CRITIC: has_critic, Role.REFERENCE: has_reference, Role.REWARD: has_reward,
+              Role.COST: has_costs and config.model.cost_model.path is not None, Role.COST_CRITIC: has_costs}
     return tuple(role for role in Role if needed[role])
 
 
@@ -53,7 +57,7 @@ def used_roles(config: Config, command: Command) -> tuple[Role, ...]:
 
 
 def answers_held_out(config: Config, command: Command) -> bool:
-    """Whether held-out prompts are answered, greedily, while `command` trains: where it evaluates a language model and,
+    """Whether held-out prompts are answered while `command` trains: where it evaluates a language model and,
     with prompts that come from files of preferences, something is named that judges the answers.
     """
     if command is Command.REWARD_MODEL or config.evaluation.every_steps is None:
@@ -69,6 +73,8 @@ def layout_key(config: Config, role: Role) -> str:
         Role.CRITIC: ("model.critic.layout", config.model.critic.layout),
         Role.REFERENCE: ("model.reference.layout", config.model.reference.layout),
         Role.REWARD: ("model.reward_model.layout", config.model.reward_model.layout),
+        Role.COST: ("model.cost_model.layout", config.model.cost_model.layout),
+        Role.COST_CRITIC: ("model.cost_critic.layout", config.model.cost_critic.layout),
     }
     key, layout = own[role]
     return "train.layout" if layout is None else key
@@ -81,6 +87,8 @@ def written_layout(config: Config, role: Role) -> LayoutConfig:
         Role.CRITIC: config.model.critic.layout,
         Role.REFERENCE: config.model.reference.layout,
         Role.REWARD: config.model.reward_model.layout,
+        Role.COST: config.model.cost_model.layout,
+        Role.COST_CRITIC: config.model.cost_critic.layout,
     }
     return own[role] or config.train.layout
 

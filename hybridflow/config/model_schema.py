@@ -44,6 +44,10 @@ class PlacementConfig:
     """Ranks of the reference. null: all."""
     reward: int | str | None = None
     """Ranks of the reward model. null: all."""
+    cost: int | str | None = None
+    """Ranks of the cost model (safe_rlhf). null: all."""
+    cost_critic: int | str | None = None
+    """Ranks of the critic of costs (safe_rlhf). null: all."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,16 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
+class CostModelConfig:
+    """A sequence classifier with one output that says what a whole rollout costs."""
+
+    path: str | None = None
+    """Hugging Face folder (a *ForSequenceClassification with one label). null: costs come from the cost block."""
+    layout: LayoutConfig | None = None
+    """The cost model's own layout. null: train.layout."""
+
+
+@dataclass(frozen=True)
 class ModelsConfig:
     """Which models take part, and where they start from."""
 
@@ -116,5 +130,9 @@ class ModelsConfig:
     """The value model (ppo only)."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The KL reference (only where algorithm.kl.where is not none)."""
+    cost_model: CostModelConfig = field(default_factory=CostModelConfig)
+    """The cost model, if any (safe_rlhf only)."""
+    cost_critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value model of costs (safe_rlhf only)."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """The reward model, if any."""

@@ -46,7 +46,8 @@ def _resolved(algorithm: AlgorithmConfig, max_new_tokens: int) -> AlgorithmConfi
         clip=ClipConfig(low if clip.low is None else clip.low, high if clip.high is None else clip.high, clip.dual),
         kl=KLConfig(where, estimator, kl.coef, kl.target),
         loss_reduction=algorithm.loss_reduction or recipe.reduction,
-        normalise_advantages=recipe.whiten if whiten is None else whiten, overlong_buffer=buffer)
+        normalise_advantages=recipe.whiten if whiten is None else whiten, overlong_buffer=buffer,
+        resample_rounds=resample_rounds_of(algorithm))
 
 
 def advantage_of(algorithm: AlgorithmConfig) -> str:
@@ -68,6 +69,12 @@ def needs_of(algorithm: AlgorithmConfig) -> frozenset[Need]:
     """What its estimator needs. A user's has whatever the named algorithm's own estimator needs."""
     named = advantage_of(algorithm)
     return ADVANTAGES[named if named in ADVANTAGES else recipe_of(algorithm).advantage].needs
+
+
+def resample_rounds_of(algorithm: AlgorithmConfig) -> int:
+    """Rounds in which prompts without a signal are replaced; 0: none are."""
+    rounds = algorithm.resample_rounds
+    return recipe_of(algorithm).resample_rounds if rounds is None else rounds
 
 
 def reads_option(algorithm: AlgorithmConfig, option: str) -> bool:
@@ -98,6 +105,8 @@ def algorithm_line(config: Config) -> str:
              "no KL" if kl.estimator is None else f"KL {kl.estimator.value} in the {kl.where.value}, coef {kl.coef}"]
     if algorithm.overlong_buffer:
         parts.append(f"rewards fall over the last {algorithm.overlong_buffer} tokens")
+    if algorithm.resample_rounds:
+        parts.append(f"prompts of equal rewards are replaced, in at most {algorithm.resample_rounds} rounds")
     if correction.level.value != "none":
         parts.append(f"importance correction by {correction.level.value} ({correction.how.value})")
     return f"{algorithm.name.value} (arXiv {recipe_of(algorithm).paper}): {'; '.join(parts)}"

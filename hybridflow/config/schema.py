@@ -1,21 +1,21 @@
 """Every key of a configuration: its type, its default and, in the line under it, what it does.
 
 Owns the dataclasses; the `model` block and the layouts are in `model_schema`, the `algorithm` block in
-`algorithm_schema`, the `preference` block in `preference_schema`, the words that a key may hold in `words`. It checks
-nothing beyond types (`validate` does) and derives nothing (`layouts`, `batch_math` and `recipe` do). A YAML file names
-only what differs from here. `describe` makes the table of keys from the lines under them.
+`algorithm_schema`, data and evaluation in `data_schema`, the `preference` block in `preference_schema`, the words that
+a key may hold in `words`. It checks nothing beyond types (`validate` does) and derives nothing (`layouts`, `batch_math`
+and `recipe` do). A YAML file names only what differs from here. `describe` makes the table of keys from the lines under
+them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from hybridflow.config.algorithm_schema import AlgorithmConfig
+from hybridflow.config.algorithm_schema import AlgorithmConfig, CostConfig
+from hybridflow.config.data_schema import DataConfig, EvaluationConfig
 from hybridflow.config.model_schema import LayoutConfig, ModelsConfig, PlacementConfig
 from hybridflow.config.preference_schema import PreferenceConfig
 from hybridflow.config.words import (
-    DataSource,
     Decay,
     EngineName,
     GenerationBalance,
@@ -23,7 +23,6 @@ from hybridflow.config.words import (
     GymScoring,
     MixedPrecision,
     Overlap,
-    Overlong,
     Recompute,
     ReduceDtype,
     ReshardCheck,
@@ -203,50 +202,6 @@ class GenerationConfig:
 
 
 @dataclass(frozen=True)
-class TaskConfig:
-    """One reasoning-gym task of a mix."""
-
-    name: str = "chain_sum"
-    """Name of the task in reasoning-gym."""
-    weight: float = 1.0
-    """Share of the mix, relative to the other tasks' weights."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """The task's own settings, e.g. {min_terms: 2, max_digits: 2}."""
-    template: str | None = None
-    """This task's prompt_template. null: data.prompt_template."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Where prompts come from."""
-
-    source: DataSource = DataSource.REASONING_GYM
-    """reasoning_gym (procedural, no files) | jsonl | parquet."""
-    tasks: list[TaskConfig] = field(default_factory=lambda: [TaskConfig()])
-    """The mix of reasoning-gym tasks (reasoning_gym only)."""
-    test_tasks: list[TaskConfig] = field(default_factory=list)
-    """Tasks of the held-out prompts (reasoning_gym only). Empty: those of data.tasks."""
-    train_files: list[str] = field(default_factory=list)
-    """Files of training prompts (jsonl, parquet)."""
-    test_files: list[str] = field(default_factory=list)
-    """Files of held-out prompts (jsonl, parquet). Empty: no evaluation."""
-    size: int = 4096
-    """Training prompts that are made (reasoning_gym only)."""
-    test_size: int = 256
-    """Different held-out prompts that are made (reasoning_gym only); a fixed eighth of all texts is never trained."""
-    prompts_per_step: int = 64
-    """Prompts of one step; times generation.samples_per_prompt are its rollouts."""
-    max_prompt_length: int = 256
-    """Longest prompt, in tokens."""
-    overlong: Overlong = Overlong.ERROR
-    """What to do with a longer prompt: error | drop (counted)."""
-    prompt_template: str | None = None
-    """Format string over {question} and {metadata[...]} (reasoning_gym only). null: the question as it stands."""
-    shuffle: bool = True
-    """Shuffle the prompts in each epoch, from train.seed."""
-
-
-@dataclass(frozen=True)
 class RewardConfig:
     """Where rewards come from when there is no reward model."""
 
@@ -274,16 +229,8 @@ class LoggingConfig:
     """Live progress bar on rank 0 where the output is a terminal; plain lines elsewhere."""
     trace_step: int | None = None
     """Step (from 1) of which a Chrome/Perfetto trace is written; none if the run ends before it. null: none."""
-
-
-@dataclass(frozen=True)
-class EvaluationConfig:
-    """Held-out greedy accuracy."""
-
-    every_steps: int | None = 10
-    """Evaluate before the first step, every so many steps, and after the last. null: never."""
-    prompts: int = 64
-    """Held-out prompts of one evaluation, and of `generate`."""
+    verl_names: bool = False
+    """Log metrics under verl's names too, by verl's formulas (`hybridflow metrics --verl` lists them)."""
 
 
 @dataclass(frozen=True)
@@ -326,6 +273,8 @@ class Config:
     """Prompts."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Rewards."""
+    cost: CostConfig = field(default_factory=CostConfig)
+    """Costs."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Logs."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

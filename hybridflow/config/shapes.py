@@ -138,8 +138,12 @@ def _start(config: Config, role: Role) -> tuple[str, str | None]:
     """The key and the folder that a role's weights come from; the actor's where it has none of its own."""
     if role is Role.CRITIC and config.model.critic.path is not None:
         return "model.critic.path", config.model.critic.path
+    if role is Role.COST_CRITIC and config.model.cost_critic.path is not None:
+        return "model.cost_critic.path", config.model.cost_critic.path
     if role is Role.REWARD:
         return "model.reward_model.path", config.model.reward_model.path
+    if role is Role.COST:
+        return "model.cost_model.path", config.model.cost_model.path
     return ("model.spec", None) if config.model.path is None else ("model.path", config.model.path)
 
 

@@ -1,8 +1,8 @@
 """What the values of a config must be to each other and to the number of ranks. Pure: reads no file and no device.
 
 `validate` returns every fault it finds and raises nothing. What one value may be by itself is in `bounds`, layouts are
-`layout_rules`', keys that do nothing are in `idle` and `unread`; whether a model's shape fits a layout is `shapes`',
-whether files exist is `files`'.
+`layout_rules`', data and evaluation `data_rules`', keys that do nothing are in `idle` and `unread`; whether a model's
+shape fits a layout is `shapes`', whether files exist is `files`'.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from hybridflow.algorithms.registry import POLICY_LOSSES, Need
 from hybridflow.config.batch_math import BatchMath, counted, trained_at_once
 from hybridflow.config.bounds import out_of_bounds
 from hybridflow.config.command import Command
+from hybridflow.config.data_rules import data_faults, evaluation_faults
 from hybridflow.config.faults import Fault, listed, nearest_key
 from hybridflow.config.idle import idle_keys
 from hybridflow.config.layout_rules import layout_faults, recompute_faults
@@ -27,11 +28,10 @@ from hybridflow.config.layouts import (
 )
 from hybridflow.config.model_schema import ModelSpec
 from hybridflow.config.placement_rules import placement_faults
-from hybridflow.config.recipe import choices_of_advantage, needs_of
+from hybridflow.config.recipe import choices_of_advantage, needs_of, resample_rounds_of
 from hybridflow.config.schema import Config
 from hybridflow.config.unread import unread_keys
 from hybridflow.config.words import (
-    DataSource,
     Decay,
     EngineName,
     GenerationBalance,
@@ -66,7 +66,7 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
     if command is not Command.EXPORT:
         faults += [*_generation(config), *_invariance(config, command), *_vllm(config, command)]
     if command not in (Command.API, Command.COMPLETE, Command.EXPORT):
-        faults += _data(config, command)
+        faults += [*data_faults(config, command), *evaluation_faults(config, command, world_size)]
     return faults
 
 
@@ -181,6 +181,10 @@ def _algorithm(config: Config) -> Iterator[Fault]:
         who = algorithm.advantage or algorithm.name.value
         yield Fault("generation.samples_per_prompt", 1, f"{who} compares the samples of a prompt with each other",
                     "choose 2 or more")
+    yield from _resampling(config)
+    if Need.COST in needs_of(algorithm) and config.cost.function is None and config.model.cost_model.path is None:
+        yield Fault("cost.function", None, f"{algorithm.name.value} needs the cost of each response",
+                    "give file.py:function, or model.cost_model.path")
     buffer, longest = algorithm.overlong_buffer, config.generation.max_new_tokens
     if buffer is not None and buffer > longest:
         yield Fault("algorithm.overlong_buffer", buffer, f"is above generation.max_new_tokens {longest}",
@@ -188,6 +192,18 @@ def _algorithm(config: Config) -> Iterator[Fault]:
     if algorithm.kl.target is not None and algorithm.kl.coef == 0:
         yield Fault("algorithm.kl.coef", 0, "a coefficient that starts at 0 cannot be steered to algorithm.kl.target",
                     "choose e.g. 0.01")
+
+
+def _resampling(config: Config) -> Iterator[Fault]:
+    """What asks for more answers once some are scored."""
+    algorithm, overlap = config.algorithm, config.generation.overlap
+    rounds, greedy = resample_rounds_of(algorithm), Need.GREEDY_ANSWER in needs_of(algorithm)
+    if rounds and config.generation.samples_per_prompt == 1:
+        yield Fault("algorithm.resample_rounds", rounds, "the rewards of a single sample never differ",
+                    "choose 0, or generation.samples_per_prompt 2 or more")
+    if overlap is not Overlap.NONE and (rounds or greedy):
+        yield Fault("generation.overlap", overlap.value, f"{algorithm.name.value} generates and scores in turn",
+                    "choose none" + (", or algorithm.resample_rounds 0" if rounds else ""))
 
 
 def _function(key: str, spec: str | None, known: tuple[str, ...]) -> Iterator[Fault]:
@@ -209,6 +225,9 @@ def _generation(config: Config) -> Iterator[Fault]:
 
 
 def _overlap(config: Config, command: Command) -> Iterator[Fault]:
+    if command is Command.API and config.algorithm.safe.pretrain_coef:
+        yield Fault("algorithm.safe.pretrain_coef", config.algorithm.safe.pretrain_coef,
+                    "wants right answers of training data, and init_trainer is given prompts", "choose 0")
     if command is Command.API and config.generation.overlap is not Overlap.NONE:
         yield Fault("generation.overlap", config.generation.overlap.value,
                     "wants the prompts of the next step, and init_trainer is given one batch at a time", "choose none")
@@ -289,31 +308,3 @@ def _memory(config: Config) -> Iterator[Fault]:
     if config.train.offload.roles and config.generation.weights is GenerationWeights.SHARED:
         yield Fault("generation.weights", "shared", "generates with the training weights, which train.offload.roles "
                     "puts away meanwhile", "choose packed or null, or train.offload.roles false")
-
-
-def _data(config: Config, command: Command) -> Iterator[Fault]:
-    data = config.data
-    if data.source is DataSource.REASONING_GYM:
-        if not data.tasks:
-            yield Fault("data.tasks", [], "no task is named", "choose e.g. [{name: chain_sum}]")
-        for key, tasks in (("data.tasks", data.tasks), ("data.test_tasks", data.test_tasks)):
-            for i, task in enumerate(tasks):
-                if task.weight <= 0:
-                    yield Fault(f"{key}[{i}].weight", task.weight, "must be above 0", "choose e.g. 1.0")
-        asked = command is Command.GENERATE or config.evaluation.every_steps is not None
-        if asked and data.test_size == 0:
-            yield Fault("data.test_size", 0, "there are no held-out prompts to answer", "choose 1 or more" if
-                        command is Command.GENERATE else "choose 1 or more, or evaluation.every_steps null")
-        elif config.evaluation.every_steps is not None and config.evaluation.prompts > data.test_size:
-            yield Fault("evaluation.prompts", config.evaluation.prompts,
-                        f"only data.test_size {data.test_size} prompts are held out",
-                        f"choose {data.test_size} or less")
-        return
-    if not data.train_files:
-        yield Fault("data.train_files", [], f"data.source {data.source.value} has no file", "name at least one")
-    if command is Command.GENERATE and not data.test_files:
-        yield Fault("data.test_files", [], "there are no held-out prompts to answer", "name at least one file")
-    judged = config.reward.function is not None or config.model.reward_model.path is not None
-    if command is Command.TRAIN and not judged:
-        yield Fault("reward.function", None, "nothing judges prompts from files",
-                    "give file.py:function, or model.reward_model.path")

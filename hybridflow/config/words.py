@@ -45,11 +45,14 @@ class AlgorithmName(Enum):
     PPO = "ppo"
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
+    DAPO = "dapo"
     RLOO = "rloo"
     REINFORCE_PP = "reinforce_pp"
     REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
+    REMAX = "remax"
     GSPO = "gspo"
     CISPO = "cispo"
+    SAFE_RLHF = "safe_rlhf"
 
 
 class CorrectionLevel(Enum):
@@ -113,11 +116,14 @@ class DataSource(Enum):
     REASONING_GYM = "reasoning_gym"
     JSONL = "jsonl"
     PARQUET = "parquet"
+    MIXTURE = "mixture"
 
 
 class Overlong(Enum):
     ERROR = "error"
     DROP = "drop"
+    TRUNCATE_LEFT = "truncate_left"
+    TRUNCATE_RIGHT = "truncate_right"
 
 
 class PreferenceLoss(Enum):

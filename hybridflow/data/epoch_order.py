@@ -28,6 +28,21 @@ class Visit:
     row: int
 
 
+def checked_position(state: dict[str, int], num_rows: int, seed: int) -> tuple[int, int]:
+    """Epoch and index of a saved position.
+
+    Raises ValueError if data of `num_rows` rows have no such position, or it was saved under another seed.
+    """
+    epoch, index = state["epoch"], state["index"]
+    if state["seed"] != seed:
+        raise ValueError(f"the data position was saved under train.seed {state['seed']}, and this run has {seed}: "
+                         f"their orders differ; resume with train.seed {state['seed']}")
+    if epoch < 0 or not 0 <= index < num_rows:
+        raise ValueError(f"data position epoch {epoch}, index {index} is outside this data of {num_rows} rows; "
+                         "resume with the data that the run was started with")
+    return epoch, index
+
+
 class EpochCursor:
     """Walks epoch after epoch without end; a batch may hold the end of one epoch and the start of the next.
 
@@ -54,18 +69,13 @@ class EpochCursor:
         return tuple(visits)
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch starts: `index` rows into `epoch`. Example: {"epoch": 0, "index": 6}."""
-        return {"epoch": self.epoch, "index": self.index}
+        """Where the next batch starts: `index` rows into `epoch`. Example: {"seed": 0, "epoch": 0, "index": 6}."""
+        return {"seed": self.seed, "epoch": self.epoch, "index": self.index}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a saved position. Raises ValueError if this data has no such position."""
-        epoch, index = state["epoch"], state["index"]
-        if epoch < 0 or not 0 <= index < self.num_rows:
-            raise ValueError(
-                f"data position epoch {epoch}, index {index} is outside this data of {self.num_rows} rows; "
-                "resume with the data that the run was started with"
-            )
-        self._seek(epoch, index)
+        """Go on from a saved position. Raises ValueError if this data has no such position, or its order another seed.
+        """
+        self._seek(*checked_position(state, self.num_rows, self.seed))
 
     def _seek(self, epoch: int, index: int) -> None:
         self.epoch = epoch

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from hybridflow.data.epoch_order import EpochCursor
+from hybridflow.data.lengths import LengthCounts, LengthRule
 from hybridflow.data.records import Prompt, PromptRecord, prompt_text
 from hybridflow.data.token_rows import Overlong, TokenRows, check_ids, within_length
 from hybridflow.data.tokenizer import Tokenizer
@@ -58,7 +59,8 @@ class PreferenceSplit:
 
 @dataclass(frozen=True)
 class PairExample:
-    """A tokenised pair; both responses end with the end id. `row` is its place in the data, the same in every epoch.
+    """A tokenised pair; responses end with the end id, but those that were cut. `row` is its place in the data, the
+    same in every epoch.
 
     Example: PairExample(row=3, prompt_ids=(1, 52, 7), chosen_ids=(9, 2), rejected_ids=(8, 8, 2))
     """
@@ -72,7 +74,7 @@ class PairExample:
 
 @dataclass(frozen=True)
 class LabelledExample:
-    """A tokenised answer that is good or not, with the end id.
+    """A tokenised answer that is good or not, with the end id, if it was not cut.
 
     Example: LabelledExample(row=3, prompt_ids=(1, 52, 7), response_ids=(9, 2), desirable=True)
     """
@@ -95,9 +97,10 @@ class Limits:
 
 
 class ExampleRows(Protocol):
-    """Tokenised rows. `kept` are those within the limits, in order."""
+    """Tokenised rows. `kept` are those that are used, in order; `counts` of those that were too long."""
 
     kept: list[int]
+    counts: LengthCounts
 
     def __len__(self) -> int: ...
 
@@ -111,12 +114,13 @@ class PairRows:
     """
 
     def __init__(self, pairs: Sequence[TextPreference], tokenizer: Tokenizer, limits: Limits) -> None:
-        origins = [pair.origin for pair in pairs]
-        self.prompts = TokenRows(tokenizer.encode_prompts([pair.prompt for pair in pairs]))
-        self.chosen = _responses([pair.chosen for pair in pairs], tokenizer)
-        self.rejected = _responses([pair.rejected for pair in pairs], tokenizer)
+        prompts = TokenRows(tokenizer.encode_prompts([pair.prompt for pair in pairs]))
+        answers = [_responses([pair.chosen for pair in pairs], tokenizer),
+                   _responses([pair.rejected for pair in pairs], tokenizer)]
+        fitted = _fit(prompts, answers, [pair.origin for pair in pairs], limits)
+        self.prompts, (self.chosen, self.rejected) = fitted.prompts, fitted.responses
         self.margins = [pair.margin for pair in pairs]
-        self.kept = _within(self.prompts, (self.chosen, self.rejected), origins, limits)
+        self.kept, self.counts = fitted.kept, fitted.counts
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -129,11 +133,12 @@ class LabelRows:
     """Single answers, tokenised and limited as `PairRows` are."""
 
     def __init__(self, labels: Sequence[TextLabel], tokenizer: Tokenizer, limits: Limits) -> None:
-        origins = [label.origin for label in labels]
-        self.prompts = TokenRows(tokenizer.encode_prompts([label.prompt for label in labels]))
-        self.responses = _responses([label.response for label in labels], tokenizer)
+        prompts = TokenRows(tokenizer.encode_prompts([label.prompt for label in labels]))
+        answers = [_responses([label.response for label in labels], tokenizer)]
+        fitted = _fit(prompts, answers, [label.origin for label in labels], limits)
+        self.prompts, (self.responses,) = fitted.prompts, fitted.responses
         self.desirable = [label.desirable for label in labels]
-        self.kept = _within(self.prompts, (self.responses,), origins, limits)
+        self.kept, self.counts = fitted.kept, fitted.counts
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -146,16 +151,49 @@ def _responses(texts: Sequence[str], tokenizer: Tokenizer) -> TokenRows:
     return TokenRows([[*tokenizer.encode(text), tokenizer.eos_id] for text in texts])
 
 
-def _within(prompts: TokenRows, responses: Sequence[TokenRows], origins: Sequence[str], limits: Limits) -> list[int]:
+@dataclass(frozen=True)
+class _Fitted:
+    """Rows under the limits: every row, cut where it is to be, and the rows that are used, in order."""
+
+    prompts: TokenRows
+    responses: tuple[TokenRows, ...]
+    kept: list[int]
+    counts: LengthCounts
+
+
+def _fit(prompts: TokenRows, responses: Sequence[TokenRows], origins: Sequence[str], limits: Limits) -> _Fitted:
     for rows in (prompts, *responses):
         check_ids(rows, origins, limits.vocab_size)
+    fitted = _cut(prompts, responses, limits) if limits.overlong.truncates else _Fitted(
+        prompts, tuple(responses), kept := _within(prompts, responses, origins, limits),
+        LengthCounts(dropped=len(prompts) - len(kept)))
+    if not fitted.kept:
+        raise ValueError(f"no row has both a prompt within {PROMPT_KEY} = {limits.prompt} tokens and responses within "
+                         f"{RESPONSE_KEY} = {limits.response}; raise one of them")
+    return fitted
+
+
+def _within(prompts: TokenRows, responses: Sequence[TokenRows], origins: Sequence[str], limits: Limits) -> list[int]:
     kept = set(within_length(prompts, origins, limits.prompt, limits.overlong, PROMPT_KEY))
     for rows in responses:
         kept &= set(within_length(rows, origins, limits.response, limits.overlong, RESPONSE_KEY))
-    if not kept:
-        raise ValueError(f"no row has both a prompt within {PROMPT_KEY} = {limits.prompt} tokens and responses within "
-                         f"{RESPONSE_KEY} = {limits.response}; raise one of them")
     return sorted(kept)
+
+
+def _cut(prompts: TokenRows, responses: Sequence[TokenRows], limits: Limits) -> _Fitted:
+    """Prompts are cut on the side that the policy names, responses as `LengthRule.response` says. A pair whose answers
+    are the same as far as they are kept says nothing and is left out.
+    """
+    of_prompt = LengthRule(limits.prompt, limits.overlong, PROMPT_KEY)
+    of_response = LengthRule(limits.response, limits.overlong, RESPONSE_KEY)
+    whole = [*zip(prompts, *responses, strict=True)]
+    cut = [(of_prompt.prompt(prompt), *(of_response.response(answer) for answer in answers))
+           for prompt, *answers in whole]
+    kept = [row for row, (_, *answers) in enumerate(cut)
+            if None not in answers and len({tuple(answer) for answer in answers}) == len(answers)]
+    truncated = sum(any(len(part) < len(before) for part, before in zip(cut[row], whole[row])) for row in kept)
+    halves = [TokenRows([half or () for half in column]) for column in zip(*cut)]
+    return _Fitted(halves[0], tuple(halves[1:]), kept, LengthCounts(len(whole) - len(kept), truncated))
 
 
 Example = TypeVar("Example", PairExample, LabelledExample)
@@ -172,19 +210,30 @@ class PreferenceLoader(Generic[Example]):
         self.cursor = EpochCursor(len(rows.kept), seed, shuffle)
 
     @property
-    def num_dropped(self) -> int:
-        """Rows left out because they are too long."""
-        return len(self.rows) - len(self.rows.kept)
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @property
+    def counts(self) -> LengthCounts:
+        return self.rows.counts
+
+    @property
+    def epoch(self) -> int:
+        return self.cursor.epoch
 
     def __iter__(self) -> PreferenceLoader[Example]:
         return self
 
     def __next__(self) -> tuple[Example, ...]:
         """The examples of the next step."""
-        return tuple(self.rows.example(self.rows.kept[visit.row]) for visit in self.cursor.take(self.examples_per_step))
+        return self.take(self.examples_per_step)
+
+    def take(self, count: int) -> tuple[Example, ...]:
+        """The next `count` examples."""
+        return tuple(self.rows.example(self.rows.kept[visit.row]) for visit in self.cursor.take(count))
 
     def state_dict(self) -> dict[str, int]:
-        """{"epoch", "index"} of the next example."""
+        """{"seed", "epoch", "index"} of the next example."""
         return self.cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:

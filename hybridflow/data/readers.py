@@ -12,12 +12,19 @@ from typing import Any
 from hybridflow.data.records import PromptRecord
 from hybridflow.data.row_schema import parse_row
 
+MARK = b"\xef\xbb\xbf"  # that some editors put in front of a file
+
 
 class FileFormat(Enum):
     """How the rows of a prompt file are stored."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"
+
+    @classmethod
+    def of(cls, path: str) -> "FileFormat":
+        """By the name's ending: .parquet, and JSON lines for every other."""
+        return cls.PARQUET if path.endswith(".parquet") else cls.JSONL
 
 
 def read_prompt_files(paths: list[str], file_format: FileFormat) -> tuple[PromptRecord, ...]:
@@ -41,13 +48,18 @@ def jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """(line number, value) of each line that is not empty. Raises ValueError naming a line that is not JSON."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # some editors put a mark in front
-                row = json.loads(text) if text.strip() else None
-            except (ValueError, RecursionError) as error:  # among them: no UTF-8, a number of thousands of digits
-                raise ValueError(f"{path} row {number}: not JSON: {error}") from error
-            if text.strip():
-                yield number, row
+            if number == 1:
+                line = line.removeprefix(MARK)
+            if line.strip():
+                yield number, parse_line(line, f"{path} row {number}")
+
+
+def parse_line(line: bytes, origin: str) -> Any:
+    """The JSON value of a line. Raises ValueError naming `origin`."""
+    try:
+        return json.loads(line.decode())
+    except (ValueError, RecursionError) as error:  # among them: no UTF-8, a number of thousands of digits
+        raise ValueError(f"{origin}: not JSON: {error}") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:

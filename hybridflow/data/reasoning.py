@@ -67,6 +67,11 @@ def build_reasoning_mix(
         _check_task(task)  # before the first, perhaps slow, task is drawn
     shares = list(zip(tasks, _apportion(tasks, size), [0] * len(tasks) if test_tasks else _apportion(tasks, test_size)))
     shares += [(task, 0, count) for task, count in zip(test_tasks, _apportion(test_tasks, test_size))]
+    return _drawn(shares, seed, template)
+
+
+def _drawn(shares: list[tuple[TaskSpec, int, int]], seed: int, template: str | None) -> DataSplit:
+    """The records of tasks with how many of each are for training and for tests."""
     train: list[PromptRecord] = []
     test: dict[str, PromptRecord] = {}
     for position, (task, num_train, num_test) in enumerate(shares):
@@ -75,6 +80,22 @@ def build_reasoning_mix(
         train += share.train
         test |= {record.prompt: record for record in share.test}
     return DataSplit(_shuffled(train, f"{seed} train"), _shuffled(list(test.values()), f"{seed} test"))
+
+
+def build_reasoning_source(task: TaskSpec, size: int, seed: int, template: str | None = None
+                           ) -> tuple[PromptRecord, ...]:
+    """`size` training records of one task, shuffled. Raises ValueError as `build_reasoning_mix`."""
+    return build_reasoning_mix((task,), size, 0, seed, template).train
+
+
+def build_reasoning_tests(tasks: tuple[TaskSpec, ...], size: int, seed: int, template: str | None = None
+                          ) -> tuple[PromptRecord, ...]:
+    """`size` different held-out records of `tasks`, by weight. Raises ValueError as `build_reasoning_mix`."""
+    _check_mix(tasks, 1, size)
+    for task in tasks:
+        _check_task(task)
+    shares = [(task, 0, count) for task, count in zip(tasks, _apportion(tasks, size))]
+    return _drawn(shares, seed, template).test
 
 
 def is_held_out(text: str) -> bool:

@@ -1,17 +1,23 @@
 """Turns one row of a data file into a PromptRecord, or says what is wrong with it.
 
-Owns the row schema that RL data sets are commonly published in:
-    data_source   text
-    prompt        text, or a list of {"role": text, "content": text}
-    reward_model  {"ground_truth": any JSON value, ...}
-    extra_info    object, optional
-Other keys are ignored. Never opens a file.
+Owns the row schema that RL data sets are commonly published in (verl's):
+    data_source     text
+    prompt          text, or a list of {"role": text, "content": text}
+    reward_model    {"ground_truth": any JSON value, "style": text, ...}
+    extra_info      object, optional: passed on whole to rewards
+    images, videos  must be empty: nothing here reads them
+Other keys (ability, ...) are ignored. Never opens a file.
 """
 
 import json
 from typing import Any
 
 from hybridflow.data.records import ChatMessage, Prompt, PromptRecord, prompt_text
+
+# What a row must not have: a model that sees none of it would be trained on half a prompt.
+MEDIA = ("images", "videos")
+# Where a reward_model.style other than "rule" is kept among the extra_info.
+STYLE_KEY = "reward_style"
 
 
 def parse_row(row: Any, origin: str) -> PromptRecord:
@@ -21,6 +27,7 @@ def parse_row(row: Any, origin: str) -> PromptRecord:
     """
     if not isinstance(row, dict):
         raise ValueError(f"{origin}: expected an object with data_source, prompt and reward_model, got {_show(row)}")
+    _require_no_media(row, origin)
     return require_text(PromptRecord(
         data_source=_require(row, "data_source", str, "text", f"{origin}: "),
         prompt=parse_prompt(row, origin),
@@ -80,10 +87,18 @@ def _parse_ground_truth(row: dict[str, Any], origin: str) -> str:
 
 
 def _parse_extra_info(row: dict[str, Any], origin: str) -> dict[str, Any]:
+    """The extra_info, and how the row wants to be judged where that is not by a rule (verl's default)."""
     # Parquet fills absent structs with nulls.
-    if row.get("extra_info") is None:
-        return {}
-    return _require(row, "extra_info", dict, "an object", f"{origin}: ")
+    info = {} if row.get("extra_info") is None else _require(row, "extra_info", dict, "an object", f"{origin}: ")
+    style = row["reward_model"].get("style")
+    return info if style in (None, "rule") else {STYLE_KEY: style, **info}
+
+
+def _require_no_media(row: dict[str, Any], origin: str) -> None:
+    for key in MEDIA:
+        if key in row and row[key] is not None and (not isinstance(row[key], list) or row[key]):
+            raise ValueError(f"{origin}: key '{key}' is not empty, and only text is read here; leave such rows out, or "
+                             "empty the column if the prompt is whole without it")
 
 
 def _require(row: dict[str, Any], key: str, kind: type, meaning: str, where: str, prefix: str = "") -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import sentencepiece
 
+from hybridflow.data.chat import AS_IT_IS, ChatFormat
 from hybridflow.data.records import Prompt
 from hybridflow.data.tokenizer import decode_known, plain_chat
 
@@ -23,9 +24,15 @@ class SentencePieceTokenizer:
     form of the same tokenizer does take it for the end token, as all Hugging Face tokenizers do.)
     """
 
-    def __init__(self, model: bytes, name: str) -> None:
-        """`model` is the content of a .model file, `name` says in errors which. Raises ValueError without an eos id."""
-        self.model = model
+    def __init__(self, model: bytes, name: str, chat: ChatFormat = AS_IT_IS) -> None:
+        """`model` is the content of a .model file, `name` says in errors which. Raises ValueError without an eos id, or
+        for a chat template.
+        """
+        if chat.template is not None:
+            raise ValueError(f"data.chat_template: {name} is a sentencepiece model, which reads no special tokens out "
+                             "of a text; give a Hugging Face tokenizer folder in model.tokenizer, or remove it")
+        chat.require_variables(None, name)
+        self.model, self.chat = model, chat
         self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size: int = self.processor.vocab_size()
         self.eos_id: int = self.processor.eos_id()
@@ -36,10 +43,10 @@ class SentencePieceTokenizer:
         self.prefix: list[int] = [bos] if bos >= 0 else []
 
     @classmethod
-    def open(cls, path: Path) -> "SentencePieceTokenizer":
+    def open(cls, path: Path, chat: ChatFormat = AS_IT_IS) -> "SentencePieceTokenizer":
         """Read a .model file. Raises ValueError if it is not one."""
         try:
-            return cls(path.read_bytes(), str(path))
+            return cls(path.read_bytes(), str(path), chat)
         except RuntimeError as error:
             raise ValueError(f"{path}: not a sentencepiece model: {error}") from error
 
@@ -53,12 +60,13 @@ class SentencePieceTokenizer:
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """bos, then the prompt's text (see plain_chat for messages)."""
-        return self.prefix + self.encode(plain_chat(prompt))
+        return self.encode_prompts([prompt])[0]
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """encode_prompt of each."""
         # One thread: several ranks of one machine do this at the same time.
-        return [self.prefix + ids for ids in self.processor.encode([plain_chat(p) for p in prompts], num_threads=1)]
+        texts = [plain_chat(self.chat.applied(prompt)) for prompt in prompts]
+        return [self.prefix + ids for ids in self.processor.encode(texts, num_threads=1)]
 
     def save(self, folder: str | Path) -> tuple[Path, ...]:
         """Write tokenizer.model and the Hugging Face form (see sentencepiece_export).
@@ -76,7 +84,7 @@ class SentencePieceTokenizer:
 
 
 def train_sentencepiece(
-    lines: Iterable[str], vocab_size: int, symbols: tuple[str, ...] = ()
+    lines: Iterable[str], vocab_size: int, symbols: tuple[str, ...] = (), chat: ChatFormat = AS_IT_IS
 ) -> SentencePieceTokenizer:
     """Train a BPE tokenizer on `lines`; nothing is written (see `save`).
 
@@ -95,7 +103,7 @@ def train_sentencepiece(
         )  # fmt: skip
     except RuntimeError as error:
         raise ValueError(f"vocab_size {vocab_size}: {_training_fault(str(error))}") from error
-    return SentencePieceTokenizer(model.getvalue(), "a new tokenizer")
+    return SentencePieceTokenizer(model.getvalue(), "a new tokenizer", chat)
 
 
 def _training_fault(message: str) -> str:

@@ -13,6 +13,12 @@ class Overlong(Enum):
 
     ERROR = "error"
     DROP = "drop"
+    TRUNCATE_LEFT = "truncate_left"
+    TRUNCATE_RIGHT = "truncate_right"
+
+    @property
+    def truncates(self) -> bool:
+        return self in (Overlong.TRUNCATE_LEFT, Overlong.TRUNCATE_RIGHT)
 
 
 class TokenRows:
@@ -61,7 +67,9 @@ def check_stop_ids(stop_ids: Sequence[int], vocab_size: int) -> None:
 def within_length(rows: TokenRows, origins: Sequence[str], max_length: int, overlong: Overlong, knob: str) -> list[int]:
     """The indices of the rows that have at most `max_length` tokens, in order. `knob` is the setting's name.
 
-    Raises ValueError naming the longest row if the policy is ERROR and a row is too long, or if no row is left.
+    Cutting rows is `lengths`'; a row that is too long here, where the policy is to truncate, is one that cannot be cut.
+
+    Raises ValueError naming the longest row if the policy is not DROP and a row is too long, or if no row is left.
     """
     kept = [i for i, ids in enumerate(rows) if len(ids) <= max_length]
     too_long = len(rows) - len(kept)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from hybridflow.data.chat import AS_IT_IS, ChatFormat
 from hybridflow.data.records import Prompt
 
 REPLACEMENT = "\ufffd"
@@ -49,11 +50,12 @@ class Tokenizer(Protocol):
         ...
 
 
-def open_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer at `path`: a sentencepiece `.model` file, or a Hugging Face folder.
+def open_tokenizer(path: str | Path, chat: ChatFormat = AS_IT_IS) -> Tokenizer:
+    """The tokenizer at `path`, a sentencepiece `.model` file or a Hugging Face folder, which renders chats as `chat`
+    says.
 
     A folder that has only a sentencepiece `tokenizer.model` is opened as that. Nothing is downloaded, and no code
-    in the folder is run. Raises ValueError if there is no tokenizer at `path`.
+    in the folder is run. Raises ValueError if there is no tokenizer at `path`, or it cannot render chats so.
     """
     path = Path(path)
     if path.is_dir() and not (path / "tokenizer_config.json").is_file() and (path / "tokenizer.model").is_file():
@@ -62,11 +64,11 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_file() and path.suffix == ".model":
         from hybridflow.data.sentencepiece_tokenizer import SentencePieceTokenizer
 
-        return SentencePieceTokenizer.open(path)
+        return SentencePieceTokenizer.open(path, chat)
     if path.is_dir():
         from hybridflow.data.huggingface_tokenizer import HuggingFaceTokenizer
 
-        return HuggingFaceTokenizer.open(path)
+        return HuggingFaceTokenizer.open(path, chat)
     raise ValueError(f"{path}: no tokenizer here; give a Hugging Face folder or a sentencepiece file ending in .model")
 
 

@@ -5,7 +5,7 @@ Owns no behaviour beyond refusing values that cannot be sampled with. It never h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -130,6 +130,11 @@ class Prompt:
     def longest(self, params: SamplingParams) -> int:
         """Tokens of the longest response."""
         return params.max_new_tokens if self.max_new_tokens is None else min(self.max_new_tokens, params.max_new_tokens)
+
+
+def greedily(params: SamplingParams) -> SamplingParams:
+    """The same limits and ends with the likeliest token everywhere."""
+    return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hybridflow.observe.jsonl import JsonlFile, read_jsonl
 from hybridflow.observe.metric_names import check_names, find_metric, unknown_sentence
 
 Say = Callable[[str], None]  # prints one sentence, from rank 0
+Renamed = Callable[[int, dict[str, float]], dict[str, float]]  # of a step's number and metrics
 
 
 class MetricSink(Protocol):
@@ -34,11 +35,15 @@ class MetricLog:
     Example: `MetricLog([JsonlSink(path, say, resume=False)], say).log(3, {"reward/mean": 0.5})`.
     """
 
-    def __init__(self, sinks: Sequence[MetricSink], say: Say, *, strict: bool = False) -> None:
-        """`strict` (tests) refuses metrics that are not in the table; otherwise each is announced once and logged."""
+    def __init__(self, sinks: Sequence[MetricSink], say: Say, *, strict: bool = False,
+                 renamed: Renamed | None = None) -> None:
+        """`strict` (tests) refuses metrics that are not in the table; otherwise each is announced once and logged.
+        `renamed` gives a step's metrics under further names, which are logged too; None adds none.
+        """
         self._sinks = tuple(sinks)
         self._say = say
         self._strict = strict
+        self._renamed = renamed
         self._announced: set[str] = set()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -50,6 +55,8 @@ class MetricLog:
         if not self._sinks:
             return
         self._check(metrics)
+        if self._renamed is not None:
+            metrics = metrics | self._renamed(step, metrics)
         for sink in self._sinks:
             sink.log(step, metrics)
 

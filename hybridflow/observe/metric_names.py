@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from hybridflow.observe.phases import Phase
 
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """One row of the table. A name that ends in `*` stands for all names with that start.
+    """One row of the table. A `*` in a name stands for any characters.
 
     `over` is the denominator: what the value is a mean over, or "-" where it is no mean.
     Example: `MetricInfo("reward/mean", "reward", "Mean reward of the rollouts.", "samples of the step, all ranks")`.
@@ -30,6 +31,8 @@ class MetricInfo:
 _SAMPLES = "samples of the step, all ranks"
 _TOKENS = "trained response tokens of the step, all ranks"
 _UPDATES = "optimizer steps of the step"
+_PROMPTS = "held-out prompts with a reward"
+_ABLE = "held-out prompts with k rewards"
 
 _REWARD = (
     MetricInfo("reward/mean", "reward", "Reward of the rollouts.", _SAMPLES),
@@ -48,6 +51,12 @@ _ROLLOUT = (
     MetricInfo("rollout/prompt_tokens_mean", "tokens", "Length of a prompt.", _SAMPLES),
     MetricInfo("rollout/response_tokens_mean", "tokens", "Length of a response, the stop token included.", _SAMPLES),
     MetricInfo("rollout/response_tokens_max", "tokens", "Length of the longest response.", "-"),
+    MetricInfo("rollout/response_tokens_min", "tokens", "Length of the shortest response.", "-"),
+    MetricInfo("rollout/response_limit_fraction", "fraction", "Rollouts as long as generation.max_new_tokens, whether "
+               "or not a stop token is the last.", _SAMPLES),
+    MetricInfo("rollout/prompt_tokens_max", "tokens", "Length of the longest prompt.", "-"),
+    MetricInfo("rollout/prompt_tokens_min", "tokens", "Length of the shortest prompt.", "-"),
+    MetricInfo("rollout/prompt_limit_fraction", "fraction", "Prompts as long as data.max_prompt_length.", _SAMPLES),
     MetricInfo("rollout/finished_fraction", "fraction", "Rollouts that ended at a stop token, not at the length limit.",
                _SAMPLES),
 )
@@ -61,6 +70,11 @@ _POLICY = (
     MetricInfo("policy/kl_loss", "loss", "The KL term of the actor's loss, before its coefficient.", _UPDATES),
     MetricInfo("rollout/staleness_mean", "versions", "Weight versions by which a token is behind those that learn from "
                "it first. Only where generation overlaps training.", _TOKENS),
+    MetricInfo("rollout/rounds", "count", "Rounds of generation of the step (algorithm.resample_rounds).", "-"),
+    MetricInfo("rollout/prompts_with_signal", "count", "Prompts of all rounds whose samples had different rewards.",
+               "-"),
+    MetricInfo("reward/greedy_mean", "reward", "Reward of the greedy answers to the step's prompts (remax).",
+               "greedy answers with a reward"),
     MetricInfo("rollout/carried", "rows", "Answers that have begun and are not learned from yet (generation.overlap "
                "partial).", "-"),
     MetricInfo("rollout/staleness_max", "versions", "The most of any token.", "-"),
@@ -83,6 +97,13 @@ _POLICY = (
                "bounds: truncated or masked.", _TOKENS),
     MetricInfo("policy/correction_ess", "fraction", "Effective sample size of those weights, (sum w)^2 / (n sum w^2).",
                "trained tokens; responses where the correction is by sequence"),
+    MetricInfo("policy/rollout_kl", "nats", "KL from the generator's distribution to the actor's before the step's "
+               "updates (k1), where old log-probs are computed.", _TOKENS),
+    MetricInfo("policy/rollout_kl_k3", "nats", "The same by the k3 estimator.", _TOKENS),
+    MetricInfo("policy/prob_gap_mean", "probability", "Absolute difference of a token's probability as generated and "
+               "under the actor, where old log-probs are computed.", _TOKENS),
+    MetricInfo("policy/prob_gap_max", "probability", "Greatest such difference.", "-"),
+    MetricInfo("policy/prob_gap_std", "probability", "Standard deviation of such differences.", _TOKENS),
     MetricInfo("policy/grad_norm", "norm", "Global L2 norm of the actor's gradient, before clipping.", _UPDATES),
     MetricInfo("policy/lr", "1", "The actor's learning rate at the last optimizer step.", "-"),
     MetricInfo("policy/loss_scale", "1", "The actor's loss scale for the next optimizer step (fp16).", "-"),
@@ -92,6 +113,12 @@ _CRITIC = (
     MetricInfo("critic/clip_fraction", "fraction", "Tokens whose value was clipped.", _TOKENS),
     MetricInfo("critic/value_mean", "return", "Value predicted before the update.", _TOKENS),
     MetricInfo("critic/return_mean", "return", "Return that the critic is trained towards.", _TOKENS),
+    MetricInfo("critic/old_value_mean", "return", "Value of the step's rollouts.", _TOKENS),
+    MetricInfo("critic/old_value_min", "return", "Least value of a token.", "-"),
+    MetricInfo("critic/old_value_max", "return", "Greatest value of a token.", "-"),
+    MetricInfo("critic/target_mean", "return", "Return that the step's rollouts are trained towards.", _TOKENS),
+    MetricInfo("critic/target_min", "return", "Least return of a token.", "-"),
+    MetricInfo("critic/target_max", "return", "Greatest return of a token.", "-"),
     MetricInfo("critic/explained_variance", "fraction", "1 - var(return - value) / var(return). 1 is perfect, 0 is no "
                "better than the mean return. Absent where the return does not vary.", _TOKENS),
     MetricInfo("critic/value_error", "return squared", "Squared error of the values, before the coefficient.", _TOKENS),
@@ -99,9 +126,34 @@ _CRITIC = (
     MetricInfo("critic/lr", "1", "The critic's learning rate at the last optimizer step.", "-"),
     MetricInfo("critic/loss_scale", "1", "The critic's loss scale for the next optimizer step (fp16).", "-"),
 )
+_COST = (
+    MetricInfo("cost/mean", "cost", "Cost of the rollouts (safe_rlhf).", _SAMPLES),
+    MetricInfo("cost/std", "cost", "Standard deviation of the rollouts' costs.", _SAMPLES),
+    MetricInfo("cost/min", "cost", "Least cost of a rollout.", "-"),
+    MetricInfo("cost/max", "cost", "Greatest cost of a rollout.", "-"),
+    MetricInfo("cost/faults_*", "count", "Rollouts that the cost function failed on, by kind of fault.", "-"),
+    MetricInfo("cost/extra_*", "as given", "Further numbers that the cost function returned.",
+               "samples for which it returned the number"),
+    MetricInfo("cost/multiplier", "1", "Lagrange multiplier of the step, which weighs the cost.", "-"),
+    *(replace(info, name=f"cost_critic/{info.name.removeprefix('critic/')}",
+              meaning=info.meaning.replace("critic's", "cost critic's")) for info in _CRITIC),
+    MetricInfo("policy/pretrain_loss", "nats", "Cross-entropy of the pretraining pairs, before its coefficient.",
+               _UPDATES),
+)
+_DATA = (
+    MetricInfo("data/epoch", "count", "Times that all training rows have been gone through; in a mixture the rows of "
+               "every source.", "-"),
+    MetricInfo("data/epoch_*", "count", "The same of one source of a mixture.", "-"),
+    MetricInfo("data/dropped", "count", "Training rows left out because they are too long: of all rows, of streamed "
+               "ones of those met so far.", "-"),
+    MetricInfo("data/truncated", "count", "Training rows cut because they are too long, counted in the same way.", "-"),
+)
 _ADVANTAGE = (
     MetricInfo("advantage/mean", "reward", "Advantage before normalisation.", _TOKENS),
     MetricInfo("advantage/std", "reward", "Standard deviation of the advantages before normalisation.", _TOKENS),
+    MetricInfo("advantage/trained_mean", "reward", "Advantage as the loss has it.", _TOKENS),
+    MetricInfo("advantage/trained_min", "reward", "Least advantage of a token, as the loss has it.", "-"),
+    MetricInfo("advantage/trained_max", "reward", "Greatest advantage of a token, as the loss has it.", "-"),
 )
 _SUPERVISED = (
     MetricInfo("sft/loss", "nats", "Cross-entropy of the target tokens.", "target tokens of the step, all ranks"),
@@ -131,11 +183,22 @@ _PREFERENCE = (
                "held-out pairs, or answers"),
 )
 _RUN = (
-    MetricInfo("eval/accuracy", "fraction", "Held-out prompts answered right (full reward) by greedy decoding.",
-               "held-out prompts"),
+    MetricInfo("eval/accuracy", "fraction", "Held-out answers that are right (full reward); greedy ones by default.",
+               "held-out answers with a reward"),
     MetricInfo("eval/faults", "count", "Held-out answers whose reward failed; they are in no mean.", "-"),
-    MetricInfo("eval/reward_mean", "reward", "Reward of greedy answers to held-out prompts.",
-               "held-out prompts with a reward"),
+    MetricInfo("eval/reward_mean", "reward", "Reward of answers to held-out prompts; of greedy ones by default.",
+               "held-out answers with a reward"),
+    MetricInfo("eval/*mean@*", "reward", "Mean reward of a prompt's n answers: `eval/<data source>/mean@n`, and over "
+               "all sources `eval/mean@n`.", _PROMPTS),
+    MetricInfo("eval/*std@*", "reward", "Standard deviation of the rewards of a prompt's n answers.", _PROMPTS),
+    MetricInfo("eval/*best_redrawn@*", "reward", "Expected greatest reward of k draws, with replacement, of the n "
+               "answers (logging.verl_names).", _ABLE),
+    MetricInfo("eval/*maj_redrawn@*", "reward", "Expected reward of the most voted of k draws, with replacement "
+               "(logging.verl_names).", _ABLE),
+    MetricInfo("eval/*best@*", "reward", "Expected greatest reward of k of the n answers; of rewards 0 and 1 pass@k.",
+               _ABLE),
+    MetricInfo("eval/*maj@*", "reward", "Expected reward of the answer that most of k of the n answers vote for.",
+               _ABLE),
     MetricInfo("time/step", "s", "Wall time of the step on rank 0, evaluation left out.", "-"),
     *(MetricInfo(f"time/{phase.value}", "s", f"Wall time of the phase `{phase.value}` on rank 0, phases inside it left "
                  "out.", "-") for phase in Phase if phase is not Phase.EVALUATE),
@@ -155,14 +218,14 @@ _RUN = (
                "not finite or no token was trained.", "-"),
 )
 
-METRICS: tuple[MetricInfo, ...] = (*_REWARD, *_ROLLOUT, *_POLICY, *_CRITIC, *_ADVANTAGE, *_SUPERVISED, *_PREFERENCE,
-                                   *_RUN)
+METRICS: tuple[MetricInfo, ...] = (*_REWARD, *_ROLLOUT, *_POLICY, *_CRITIC, *_COST, *_DATA, *_ADVANTAGE, *_SUPERVISED,
+                                   *_PREFERENCE, *_RUN)
 
 
 def find_metric(name: str) -> MetricInfo | None:
     """The row that covers `name`; None where the table has none."""
     for info in METRICS:
-        if info.name == name or (info.name.endswith("*") and name.startswith(info.name[:-1])):
+        if info.name == name or ("*" in info.name and fnmatchcase(name, info.name)):
             return info
     return None
 

@@ -1,24 +1,28 @@
 """Everything that shows a run, opened together and closed together.
 
-Owns which files lie where in the run folder: metrics.jsonl, samples.jsonl, learning_curve.png, wandb/, tensorboard/.
+Owns which files lie where in the run folder: metrics.jsonl, samples.jsonl, evaluations.jsonl,
+learning_curve.png, wandb/, tensorboard/.
 It is rank 0's; on the other ranks every call does nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from hybridflow.config.words import WandbMode
+from hybridflow.observe.jsonl import JsonlFile
 from hybridflow.observe.metric_log import JsonlSink, MetricLog, MetricSink, read_metrics
 from hybridflow.observe.progress import choose_style, open_progress
 from hybridflow.observe.samples import RolloutSample, SampleLog
 from hybridflow.observe.summary import summarise
 from hybridflow.observe.tensorboard_sink import open_tensorboard
+from hybridflow.observe.verl_names import verl_metrics
 from hybridflow.observe.wandb_sink import WandbSink
 
 
@@ -28,6 +32,7 @@ class ViewOptions:
 
     `first_step` is above 1 in a resumed run, which continues the files; otherwise they begin anew and earlier ones are
     kept as `*.previous.jsonl`. `num_samples` is the number of rollouts in a table. `config` is handed to wandb.
+    `verl_ranks`: the world's size where metrics are logged under verl's names too, None where they are not.
     """
 
     run_dir: Path
@@ -40,6 +45,7 @@ class ViewOptions:
     tensorboard: bool = False
     strict: bool = False
     config: dict[str, object] = field(default_factory=dict)
+    verl_ranks: int | None = None
 
     @property
     def resumes(self) -> bool:
@@ -66,9 +72,13 @@ class RunView:
         self._options = options
         self._is_shown = rank == 0
         self._console = console
-        self._metrics = MetricLog(self._open_sinks() if self._is_shown else [], self.say, strict=options.strict)
+        ranks = options.verl_ranks
+        renamed = None if ranks is None else lambda step, metrics: verl_metrics(step, metrics, ranks)
+        self._metrics = MetricLog(self._open_sinks() if self._is_shown else [], self.say, strict=options.strict,
+                                  renamed=renamed)
         self._samples = (SampleLog(options.run_dir / "samples.jsonl", console, resume=options.resumes)
                          if self._is_shown else None)
+        self._answers: JsonlFile | None = None
         style = choose_style(rank=rank, wanted=options.progress, is_terminal=console.is_terminal)
         self._progress = open_progress(style, options.total_steps, console, options.first_step)
 
@@ -93,12 +103,22 @@ class RunView:
         if self._samples is not None:
             self._samples.take(step, samples[: self._options.num_samples], shown=shown)
 
+    def answers(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the answers of an evaluation."""
+        if not self._is_shown or not lines:
+            return
+        if self._answers is None:
+            self._answers = JsonlFile(self._options.run_dir / "evaluations.jsonl", resume=self._options.resumes)
+        for line in lines:
+            self._answers.write({"step": step, **line})
+
     def close(self) -> None:
         """Close files and leave the terminal in order; enough for a run that failed."""
         self._progress.close()
         self._metrics.close()
-        if self._samples is not None:
-            self._samples.close()
+        for file in (self._samples, self._answers):
+            if file is not None:
+                file.close()
 
     def finish(self) -> None:
         """Close, draw the learning curve and print the summary."""

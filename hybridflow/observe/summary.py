@@ -27,7 +27,7 @@ def summarise(records: Sequence[MetricRecord]) -> str:
     sentences = [
         _length(records),
         _went(records, "reward/mean", "Mean reward"),
-        _measured(records, "eval/accuracy", "Held-out greedy accuracy"),
+        _measured(records, "eval/accuracy", "Held-out accuracy"),
         _went(records, "sft/loss", "The supervised loss"),
         _went(records, "preference/loss", "The preference loss"),
         _measured(records, "eval/preference_accuracy", "Held-out preference accuracy"),

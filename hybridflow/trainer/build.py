@@ -16,6 +16,7 @@ from hybridflow.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator
 from hybridflow.algorithms.losses import Clip
 from hybridflow.algorithms.objectives import ActorObjective, CriticObjective
 from hybridflow.algorithms.reduction import LossReduction
+from hybridflow.algorithms.safe_rlhf import LagrangeMultiplier
 from hybridflow.config.algorithm_schema import AlgorithmConfig, ClipConfig, CorrectionConfig
 from hybridflow.config.batch_math import BatchMath, scored_at_once, trained_at_once
 from hybridflow.config.layouts import Role, generation_layout, generation_ranks, role_layout, role_ranks, roles
@@ -88,6 +89,21 @@ class Builder:
     def critic(self, updates: int) -> TrainedRole:
         path = self.config.model.critic.path or self.config.model.path
         return self._trained(Role.CRITIC, Head.VALUE, path, self._critic_optimizer(), updates)
+
+    def cost_critic(self, updates: int) -> TrainedRole:
+        """The value model of costs, which learns as the critic does."""
+        path = self.config.model.cost_critic.path or self.config.model.path
+        return self._trained(Role.COST_CRITIC, Head.VALUE, path, self._critic_optimizer(), updates)
+
+    def costs(self) -> FunctionRewards | ModelRewards:
+        """The cost model if there is one, else the cost function."""
+        if self.inputs.cost_function is None:
+            return ModelRewards(self._scoring(Role.COST, Head.SCORE, self.config.model.cost_model.path))
+        return FunctionRewards(self.inputs.cost_function, self.inputs.tokenizer, self.inputs.ends, self.world)
+
+    def multiplier(self) -> LagrangeMultiplier:
+        safe = self.config.algorithm.safe
+        return LagrangeMultiplier.of(safe.multiplier, lr=safe.multiplier_lr, limit=safe.cost_limit)
 
     def reference(self) -> ScoringRole:
         """The actor's start, asked about the same distribution as the actor."""
@@ -186,6 +202,11 @@ class Builder:
         controller = FixedKl(kl.coef) if kl.target is None else AdaptiveKl(kl.coef, kl.target)
         return KlPenalty(KlEstimator(kl.estimator.value), controller)
 
+    @property
+    def resample_rounds(self) -> int:
+        """Rounds of generation in which prompts without a signal are replaced; 0: none are."""
+        return _algorithm(self.config).resample_rounds or 0
+
     def actor_objective(self) -> ActorObjective:
         algorithm, kl = _algorithm(self.config), _algorithm(self.config).kl
         in_loss = kl.where is KLWhere.LOSS
@@ -193,7 +214,8 @@ class Builder:
         return ActorObjective(_clip(algorithm.clip), entropy_coef=algorithm.entropy_coef,
                               kl_coef=kl.coef if in_loss else 0.0,
                               kl_estimator=KlEstimator(kl.estimator.value) if in_loss else None,
-                              policy_loss=self.inputs.policy_loss, correction=_correction(algorithm.correction))
+                              policy_loss=self.inputs.policy_loss, correction=_correction(algorithm.correction),
+                              pretrain_coef=algorithm.safe.pretrain_coef)
 
     def critic_objective(self) -> CriticObjective:
         return CriticObjective(self.config.algorithm.value_clip, self.config.algorithm.value_loss_coef)

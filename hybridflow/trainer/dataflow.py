@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,55 +28,26 @@ from hybridflow.parallel.world import World
 from hybridflow.target_rows import TargetRows
 from hybridflow.trainer.advantage import Advantages
 from hybridflow.trainer.board import Board, Metrics
+from hybridflow.trainer.judging import RewardSource, judged, score_moments
 from hybridflow.trainer.roles import Lesson, ScoringRole, TrainedRole
 from hybridflow.trainer.rollout import Sampler
-from hybridflow.trainer.rollout_source import Experience, RolloutSource
+from hybridflow.trainer.rollout_source import Experience, More, RolloutSource
 from hybridflow.trainer.staleness import staleness
-
-
-class Judgement(Protocol):
-    """Rows that have been handed to whoever scores them. `work` and `result` follow in this order on every rank."""
-
-    def work(self) -> None:
-        """This rank's part of it."""
-        ...
-
-    def result(self, crew: Crew) -> tuple[Tensor, Metrics]:
-        """Scores `[rows]` fp64, equal on every rank of the crew, NaN where the reward failed; and metrics. Collective
-        over the crew, where all rows are at home.
-        """
-        ...
-
-
-class RewardSource(Protocol):
-    """Where scores come from.
-
-    Attributes:
-        right_score: that of a right answer, None where no answer is simply right.
-        last_fault: a sentence on the faults of the last call, None if there were none.
-    """
-
-    right_score: float | None
-    last_fault: str | None
-
-    def ask(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> Judgement:
-        """Hand the rows out: row i answers `prompts[batch.groups[i]]`. Every rank calls it, and none waits here."""
-        ...
-
-    def close(self) -> None:
-        """End whatever processes it has."""
-        ...
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Who takes part. `critic` is None without one (GRPO), `reference` is None where no KL is charged."""
+    """Who takes part. `critic` is None without one (GRPO), `reference` is None where no KL is charged, `costs` and
+    `cost_critic` where no cost is bounded.
+    """
 
     actor: TrainedRole
     sampler: Sampler
     rewards: RewardSource
     critic: TrainedRole | None = None
     reference: ScoringRole | None = None
+    costs: RewardSource | None = None
+    cost_critic: TrainedRole | None = None
 
     @property
     def scoring(self) -> dict[str, tuple[Phase, ScoringRole]]:
@@ -115,11 +85,13 @@ class Dataflow:
     def world(self) -> World:
         return self.roles.actor.world
 
-    def step(self, prompts: Sequence[TokenisedPrompt]) -> tuple[Experience, Board]:
-        """Learn from answers to `prompts` (the same on every rank), or to earlier ones while these are generated."""
+    def step(self, prompts: Sequence[TokenisedPrompt], more: More | None = None) -> tuple[Experience, Board]:
+        """Learn from answers to `prompts` (the same on every rank), or to earlier ones while these are generated.
+        `more` gives further prompts.
+        """
         board = Board()
         with self.timer.step():
-            experience = self.source.next(prompts, board)
+            experience = self.source.next(prompts, board, more)
             if self.crew is not None:
                 experience = replace(experience, batch=self.learn_from(experience, self.crew, board))
             else:  # others learn meanwhile
@@ -130,29 +102,44 @@ class Dataflow:
     def learn_from(self, experience: Experience, crew: Crew, board: Board) -> Batch:
         """Judge a batch, estimate advantages, update the critic and the actor. Collective over the crew."""
         batch = self.judge(experience, crew, board)
-        batch, estimated = self.advantages(batch, crew)
+        batch, estimated = self.advantages(batch, crew, self.baselines(experience, crew, board))
         board.said |= estimated | staleness(batch, self.roles.actor.trainer, crew)
         self.learn(batch, board)
         return batch
+
+    def baselines(self, experience: Experience, crew: Crew, board: Board) -> Tensor | None:
+        """`[rows]` fp64: the reward of the greedy answer to each row's prompt; None where there are none."""
+        if experience.greedy is None:
+            return None
+        with self.timer.phase(Phase.REWARD):
+            scores, _ = judged(self.roles.rewards, experience.greedy, experience.prompts, crew)
+        board.said |= {f"reward/greedy_{name.removeprefix('reward/')}": value
+                       for name, value in score_moments(scores).items() if name.endswith("mean")}
+        board.trouble = board.trouble or self.roles.rewards.last_fault
+        return scores[list(experience.batch.groups)]
 
     def judge(self, experience: Experience, crew: Crew, board: Board) -> Batch:
         """Scores, and reference log-probs, old log-probs and values, each where the algorithm needs it and nobody has
         seen to it already.
         """
         roles, batch, streamed = self.roles, experience.batch, experience.streamed
-        scores, wanted = roles.rewards.ask(batch, experience.prompts), dict(roles.scoring)
+        scores = None if batch.scores is not None else roles.rewards.ask(batch, experience.prompts)
         once = len(self.update_rows(batch)) == 1  # then old is the policy itself: ratio exactly 1, and no pass needed
+        wanted = dict(roles.scoring)
         if not once:
             wanted["old_log_probs"] = Phase.LOG_PROBS, roles.actor
         asked = {column: (phase, streamed[column] if column in streamed
                           else role.ask_tokens(batch, keep_forward=once and role is roles.critic))
                  for column, (phase, role) in wanted.items()}
-        with self.timer.phase(Phase.REWARD):
-            scores.work()
+        if scores is not None:
+            with self.timer.phase(Phase.REWARD):
+                scores.work()
         for phase, answers in asked.values():
             with self.timer.phase(phase):
                 answers.work()
         batch = batch.with_columns(**{name: answers.result() for name, (_, answers) in asked.items()})
+        if scores is None:
+            return batch
         with self.timer.phase(Phase.REWARD):
             row_scores, metrics = scores.result(crew)
         board.said |= metrics | score_moments(row_scores)
@@ -165,14 +152,23 @@ class Dataflow:
         """
         actor, critic, cuts = self.roles.actor, self.roles.critic, self.update_rows(batch)
         for_critic = [] if critic is None else [critic.prepare(batch, rows) for rows in cuts]
-        for_actor = [actor.prepare(batch, rows) for rows in cuts]
+        for_actor = self.actor_lessons(batch, cuts)
         if critic is not None:
-            with self.timer.phase(Phase.UPDATE_CRITIC), critic.turn():
-                updates = [critic.take(lesson, self._critic_loss) for lesson in for_critic]
-            self._tell(board, "critic", critic, critic_metrics(present(updates)))
+            self.teach_critic(critic, "critic", for_critic, board)
         with self.timer.phase(Phase.UPDATE_ACTOR), actor.turn():
             metrics = self._learn_actor(for_actor)
         self._tell(board, "policy", actor, metrics)
+
+    def teach_critic(self, critic: TrainedRole, name: str, lessons: Sequence[Lesson], board: Board) -> None:
+        """Every optimizer step of a critic, told of under `name`."""
+        with self.timer.phase(Phase.UPDATE_CRITIC), critic.turn():
+            updates = [critic.take(lesson, self._critic_loss) for lesson in lessons]
+        metrics = critic_metrics(present(updates))
+        self._tell(board, name, critic, {f"{name}/{key.partition('/')[2]}": value for key, value in metrics.items()})
+
+    def actor_lessons(self, batch: Batch, cuts: Sequence[range]) -> list[Lesson]:
+        """What the actor learns from, on its way to it: these rows in one optimizer step each."""
+        return [self.roles.actor.prepare(batch, rows) for rows in cuts]
 
     def _learn_actor(self, lessons: Sequence[Lesson]) -> Metrics:
         """The metrics, with the largest gap between the log-probs of generator and actor before the first update."""
@@ -210,14 +206,6 @@ class Dataflow:
         return self.critic_loss(output, columns)
 
 
-def judged(rewards: RewardSource, batch: Batch, prompts: Sequence[TokenisedPrompt],
-           crew: Crew) -> tuple[Tensor, Metrics]:
-    """What `Judgement.result` gives, at once. Collective."""
-    judgement = rewards.ask(batch, prompts)
-    judgement.work()
-    return judgement.result(crew)
-
-
 def present(updates: Sequence[Update | None]) -> list[Update]:
     """The updates that this rank took part in."""
     return [update for update in updates if update is not None]
@@ -233,24 +221,19 @@ class _ActorLoss:
     def __call__(self, output: Output, columns: TokenColumns, rows: TargetRows) -> tuple[Tensor, dict[str, Tensor]]:
         assert isinstance(output, HeadOutput)
         if columns.rollout_log_probs is not None and columns.rollout_log_probs.numel():
-            gap = (output.log_probs.detach() - columns.rollout_log_probs).abs().max()
+            gap = (output.log_probs.detach() - columns.rollout_log_probs).abs()
+            if columns.pretrain_weight is not None:  # tokens that nobody sampled
+                gap = torch.where(columns.pretrain_weight == 0, gap, 0.0)
+            gap = gap.max()
             self.largest_gap = torch.maximum(self.largest_gap, gap.double())
         return self.objective(output.log_probs, output.entropy, columns, rows)
-
-
-def score_moments(scores: Tensor) -> Metrics:
-    """Mean, deviation and range of the scores that are numbers."""
-    known = scores[~scores.isnan()]
-    if not known.numel():
-        return {}
-    return {"reward/mean": known.mean().item(), "reward/std": known.std(correction=0).item(),
-            "reward/min": known.min().item(), "reward/max": known.max().item()}
 
 
 POLICY_NAMES = {"loss": "policy/loss", "policy_loss": "policy/surrogate_loss", "clip_fraction": "policy/clip_fraction",
                 "approx_kl": "policy/approx_kl", "entropy": "policy/entropy", "kl": "policy/kl_reference",
                 "ratio": "policy/ratio_mean", "dual_clip_fraction": "policy/dual_clip_fraction",
-                "kl_loss": "policy/kl_loss", "rollout_gap": "policy/log_prob_gap_mean",
+                "kl_loss": "policy/kl_loss", "ptx_loss": "policy/pretrain_loss",
+                "rollout_gap": "policy/log_prob_gap_mean",
                 "correction_weight": "policy/correction_weight", "correction_ess": "policy/correction_ess",
                 "correction_fraction": "policy/correction_fraction"}
 CRITIC_NAMES = {"value_loss": "critic/loss", "value_clip_fraction": "critic/clip_fraction",

@@ -19,6 +19,7 @@ from hybridflow.config.recipe import with_recipe
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
 from hybridflow.config.words import EngineName
+from hybridflow.data.chat import ChatFormat
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.generation.blocks import BLOCK_TOKENS
 from hybridflow.kernels.native_build import Unavailable, native_library
@@ -41,6 +42,7 @@ class Inputs:
         model: the actor's shape.
         ends: what ends a response: the tokenizer's and the model's ends, and generation.stop.
         reward_function: with its workers running; None where a reward model scores, or nothing does.
+        cost_function: likewise of costs (safe_rlhf).
         estimator, policy_loss: those of the algorithm, the user's own files run; None where nothing is scored.
     """
 
@@ -51,6 +53,7 @@ class Inputs:
     reward_function: RewardFunction | None
     estimator: Estimator | None = None
     policy_loss: PolicyLoss | None = None
+    cost_function: RewardFunction | None = None
 
     @classmethod
     def read(cls, config: Config, tokenizer: Tokenizer | None = None, *, scores: bool = True,
@@ -69,20 +72,33 @@ class Inputs:
         """
         if config.generation.batch_invariant:
             require_invariance(default_device(0))
-        opened = open_tokenizer(config.model.tokenizer or config.model.path) if tokenizer is None else tokenizer
+        opened = (open_tokenizer(config.model.tokenizer or config.model.path, chat_format(config))
+                  if tokenizer is None else tokenizer)
         model = model_shape(config, config.model.path, opened)
         require_weights("model.path", config.model.path, head, FRESH_IN_TRAINING)
         if scores:
             require_cache(config, model, config.data.max_prompt_length)
             require_weights("model.critic.path", config.model.critic.path, Head.VALUE)
             require_weights("model.reward_model.path", config.model.reward_model.path, Head.SCORE)
+            require_weights("model.cost_model.path", config.model.cost_model.path, Head.SCORE)
+            require_weights("model.cost_critic.path", config.model.cost_critic.path, Head.VALUE)
         ends = response_ends(config.generation.stop, opened, model)
         if config.generation.engine is EngineName.VLLM:
             require_vllm(config, ends)
         if not scores:
             return cls(config, opened, model, ends, None)
         functions = _algorithm_functions(with_recipe(config).algorithm)
-        return cls(config, opened, model, ends, _reward_function(config), *functions)
+        return cls(config, opened, model, ends, _reward_function(config), *functions, _cost_function(config))
+
+
+def chat_format(config: Config) -> ChatFormat:
+    """How the data block wants its chats. Raises ValueError if its template is no UTF-8."""
+    data = config.data
+    try:
+        template = None if data.chat_template is None else Path(data.chat_template).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.chat_template = {data.chat_template}: is no text: {error}") from None
+    return ChatFormat(template, data.system_prompt, data.chat_template_kwargs)
 
 
 def require_cache(config: Config, model: ModelConfig, longest_prompt: int) -> None:
@@ -189,6 +205,11 @@ def _algorithm_functions(algorithm: AlgorithmConfig) -> tuple[Estimator, PolicyL
     return find_estimator(algorithm.advantage), find_policy_loss(algorithm.policy_loss)
 
 
+def _cost_function(config: Config) -> RewardFunction | None:
+    cost = config.cost
+    return None if cost.function is None else RewardFunction.load(cost.function, timeout_s=cost.timeout_s)
+
+
 def _reward_function(config: Config) -> RewardFunction | None:
     reward = config.reward
     if config.model.reward_model.path is not None:
@@ -196,5 +217,6 @@ def _reward_function(config: Config) -> RewardFunction | None:
     if reward.function is not None:
         return RewardFunction.load(reward.function, timeout_s=reward.timeout_s)
     tasks = [task.name for task in (*config.data.tasks, *config.data.test_tasks)]
+    tasks += [source.task for source in config.data.mixture if source.task is not None]
     scoring = ReasoningScoring(reward.reasoning_gym.value)
     return RewardFunction.reasoning_gym(scoring, tasks, timeout_s=reward.timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.engine.native import Update
@@ -11,10 +12,10 @@ from hybridflow.observe.phases import PhaseTimer
 from hybridflow.observe.trace import Trace, TraceCategory, settle_device
 from hybridflow.parallel.world import World
 from hybridflow.trainer.build import Builder
-from hybridflow.trainer.dataflow import RewardSource
-from hybridflow.trainer.evaluate import Evaluator
+from hybridflow.trainer.evaluate import Evaluator, answer_lines, make_evaluator
 from hybridflow.trainer.export import export_role
 from hybridflow.trainer.inputs import Inputs
+from hybridflow.trainer.judging import RewardSource
 from hybridflow.trainer.roles import TrainedRole
 from hybridflow.trainer.rollout import Sampler
 
@@ -41,6 +42,7 @@ class OfflineTrainer:
         self.builder = Builder(inputs, world, self.trace)
         self.actor = make_actor(self.builder)
         self.rewards: RewardSource | None = None
+        self.asks: Evaluator | None = None
 
     def update_metrics(self, update: Update, num_tokens: int) -> Metrics:
         """What every optimizer step tells, and the times of the step, which has ended. `num_tokens`: of its rows."""
@@ -51,11 +53,18 @@ class OfflineTrainer:
                                   "perf/tokens_per_second": num_tokens / metrics["time/step"]}
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Callable[[], Metrics]:
-        """What evaluates the current actor: here what asks it `prompts`, greedily, on the generation layout."""
+        """What evaluates the current actor: here what asks it `prompts`, as the evaluation block says, on the
+        generation layout.
+        """
         sampler = Sampler(self.actor, self.builder.hybrid(self.actor), self.config.train.seed, self.timer,
                           self.trace.lane(TraceCategory.RESHARD), self.builder.balance)
         self.rewards = self.builder.rewards()
-        return Evaluator(sampler, self.rewards, prompts, self.builder.sampling())
+        self.asks = make_evaluator(self.builder.inputs, sampler, self.rewards, prompts, self.builder.sampling())
+        return self.asks
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Lines on the answers of the last evaluation, where they are kept."""
+        return [] if self.asks is None else answer_lines(self.asks.answers)
 
     def close(self) -> None:
         """End the workers of the reward function, if any."""

@@ -23,7 +23,7 @@ from hybridflow.parallel.shared_count import SharedCount
 from hybridflow.protocols import TRANSFERS, Protocol
 from hybridflow.trainer.board import Board
 from hybridflow.trainer.rollout import Answered, Rollout, Sampler, batch_of
-from hybridflow.trainer.rollout_source import Experience, handed_over
+from hybridflow.trainer.rollout_source import Experience, More, handed_over
 
 ASK_EVERY = 8  # steps of generation between two looks at how far the others are
 
@@ -86,7 +86,7 @@ class PartialRollouts:
             with self._sampler.timer.phase(Phase.GENERATE):
                 self._go_on()
 
-    def next(self, prompts: Sequence[TokenisedPrompt], board: Board) -> Experience:
+    def next(self, prompts: Sequence[TokenisedPrompt], board: Board, more: More | None = None) -> Experience:
         """As `RolloutSource.next`."""
         if self._ready is not None and not isinstance(self._sampler.hybrid.mesh, Mesh):
             self._ready.fetch_add(1)

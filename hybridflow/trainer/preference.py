@@ -68,7 +68,7 @@ class PreferenceTrainer(OfflineTrainer, ABC, Generic[Example]):
         """What the current model makes of `examples`: metrics by the last part of their names."""
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Callable[[], Metrics]:
-        """What judges the held-out examples, and asks the actor `prompts`, greedily, where there are any."""
+        """What judges the held-out examples, and asks the actor `prompts`, where there are any."""
         asks = super().evaluator(prompts) if prompts else None
 
         def evaluate() -> Metrics:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hybridflow.config.schema import Config
 from hybridflow.config.words import DataSource
-from hybridflow.data.loader import TokenisedPrompt, tokenise_prompts
+from hybridflow.data.loader import TokenisedPrompt, fit_prompts, tokenise_prompts
 from hybridflow.data.preference import (
     LabelRows,
     Limits,
@@ -23,9 +23,9 @@ from hybridflow.data.preference_pairs import WrongAnswer, preference_pairs
 from hybridflow.data.preference_rows import held_out_records, read_preference_files
 from hybridflow.data.readers import FileFormat
 from hybridflow.data.records import prompt_text
-from hybridflow.data.token_rows import Overlong, within_length
+from hybridflow.data.token_rows import Overlong
 from hybridflow.trainer.inputs import Inputs
-from hybridflow.trainer.prompts import read_records
+from hybridflow.trainer.prompts import length_rule, read_records
 
 
 def read_preferences(config: Config) -> PreferenceSplit:
@@ -73,11 +73,10 @@ def held_out_prompts(inputs: Inputs, split: PreferenceSplit) -> tuple[TokenisedP
     """The first evaluation.prompts held-out prompts, too long ones treated by data.overlong."""
     if not split.prompts:
         return ()
-    data, records = inputs.config.data, split.prompts
-    ids = tokenise_prompts(records, inputs.tokenizer, inputs.model.vocab_size)
-    kept = within_length(ids, [record.origin for record in records], data.max_prompt_length,
-                         Overlong(data.overlong.value), "data.max_prompt_length")
-    return tuple(TokenisedPrompt(i, ids[i], records[i]) for i in kept[:inputs.config.evaluation.prompts])
+    config, records = inputs.config, split.prompts
+    fitted = fit_prompts(records, tokenise_prompts(records, inputs.tokenizer, inputs.model.vocab_size),
+                         length_rule(config))
+    return tuple(TokenisedPrompt(i, fitted.tokens[i], records[i]) for i in fitted.kept[:config.evaluation.prompts])
 
 
 def _limits(inputs: Inputs) -> Limits:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ class FunctionRewards:
     Attributes:
         right_score: the reward of a right answer, less rounding.
         last_fault: what went wrong in the last `score`, the same sentence on every rank; None if nothing did.
+        last_extras: what the function reported beside the scores it gave last, by row.
     """
 
     right_score = 1.0 - 1e-9
@@ -37,6 +40,7 @@ class FunctionRewards:
     def __init__(self, function: RewardFunction, tokenizer: Tokenizer, ends: ResponseEnds, world: World) -> None:
         self.function, self.tokenizer, self.ends, self.world = function, tokenizer, ends, world
         self.last_fault: str | None = None
+        self.last_extras: Mapping[int, Mapping[str, Any]] = {}
 
     def ask(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> FunctionJudgement:
         """Have every row judged by the function; its faults and extras are metrics."""
@@ -80,6 +84,7 @@ class FunctionJudgement:
     def work(self) -> None:
         """Judge them."""
         self._result = self._source.function.score(self._requests)
+        self._source.last_extras = dict(zip(self._mine, self._result.extras, strict=True))
 
     def result(self, crew: Crew) -> tuple[Tensor, dict[str, float]]:
         """Scores of all rows, and metrics. Collective over the crew, where all rows are at home."""
@@ -92,6 +97,7 @@ class ModelRewards:
     """A sequence classifier scores every row at its last token. It has no faults to tell: `last_fault` is None."""
 
     last_fault: str | None = None
+    last_extras: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
     right_score: float | None = None  # its scores have no scale on which an answer is right
 
     def __init__(self, role: ScoringRole) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybridflow.algorithms.registry import Need
 from hybridflow.batch import Batch
 from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.layouts import Role, roles
+from hybridflow.config.recipe import needs_of
 from hybridflow.config.words import Overlap
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.records import prompt_text
@@ -18,15 +20,18 @@ from hybridflow.observe.trace import Trace, TraceCategory, settle_device
 from hybridflow.parallel.comm_hook import CommHook
 from hybridflow.parallel.world import World
 from hybridflow.response_text import answer_text
+from hybridflow.trainer.batch_metrics import batch_metrics
 from hybridflow.trainer.board import Metrics
 from hybridflow.trainer.build import Builder, rl_updates
 from hybridflow.trainer.dataflow import Dataflow, Roles, StepPlan
-from hybridflow.trainer.evaluate import Evaluator
+from hybridflow.trainer.evaluate import Evaluator, make_evaluator
 from hybridflow.trainer.export import export_role
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.partial import PartialRollouts
+from hybridflow.trainer.resampling import Resampling
 from hybridflow.trainer.rollout import Sampler
-from hybridflow.trainer.rollout_source import OneStepOff, OnPolicy, RolloutSource
+from hybridflow.trainer.rollout_source import More, OneStepOff, OnPolicy, RolloutSource
+from hybridflow.trainer.safe_rlhf import Bound, Examples, SafeRlhf
 
 
 class RLTrainer:
@@ -39,9 +44,14 @@ class RLTrainer:
         trace: records one step when it is started.
     """
 
-    def __init__(self, inputs: Inputs, world: World, comm_hook: CommHook | None = None) -> None:
-        """`comm_hook` reduces gradients; None leaves it to the config. Raises ValueError where a model's folder does
-        not hold what its config says.
+    def __init__(self, inputs: Inputs, world: World, comm_hook: CommHook | None = None,
+                 pretraining: Examples | None = None) -> None:
+        """
+        Args:
+            comm_hook: reduces gradients; None leaves it to the config.
+            pretraining: endless batches of pairs for algorithm.safe.pretrain_coef, the same on every rank.
+        Raises:
+            ValueError: a model's folder does not hold what its config says.
         """
         self.inputs, self.world = inputs, world
         self.config, self.tokenizer, self.model = inputs.config, inputs.tokenizer, inputs.model
@@ -52,8 +62,11 @@ class RLTrainer:
         self.sampling = builder.sampling()
         self.roles = self._make_roles(builder)
         self.crew = builder.crew()
-        self.dataflow = Dataflow(self.roles, self._source(), builder.advantages(), builder.actor_objective(),
-                                 builder.critic_objective(), self._plan(), self.timer, self.crew)
+        kind = SafeRlhf if self.roles.costs is not None else Dataflow
+        self.dataflow = kind(self.roles, self._source(builder), builder.advantages(), builder.actor_objective(),
+                             builder.critic_objective(), self._plan(), self.timer, self.crew)
+        if isinstance(self.dataflow, SafeRlhf):
+            self.dataflow.bound = Bound(builder.multiplier(), pretraining)
         self.prompts: Sequence[TokenisedPrompt] = ()
         self.batch: Batch | None = None
         self.trouble: str | None = None
@@ -69,19 +82,28 @@ class RLTrainer:
             builder.rewards(),
             critic=builder.critic(updates) if Role.CRITIC in wanted else None,
             reference=builder.reference() if Role.REFERENCE in wanted else None,
+            costs=builder.costs() if Role.COST_CRITIC in wanted else None,
+            cost_critic=builder.cost_critic(updates) if Role.COST_CRITIC in wanted else None,
         )
 
     def _plan(self) -> StepPlan:
         return StepPlan(self.config.train.global_batch_size, self.config.train.epochs_per_rollout)
 
-    def _source(self) -> RolloutSource:
+    def _source(self, builder: Builder) -> RolloutSource:
         overlap, samples = self.config.generation.overlap, self.config.generation.samples_per_prompt
         if overlap is Overlap.PARTIAL:
             return PartialRollouts(self.roles.sampler, self.sampling, samples, self.config.data.prompts_per_step,
                                    self.config.generation.max_staleness)
         if overlap is Overlap.ONE_STEP_OFF:
             return OneStepOff(self.roles.sampler, self.sampling, samples)
-        return OnPolicy(self.roles.sampler, self.sampling, samples, self.roles.scoring)
+        rounds = builder.resample_rounds
+        greedy = Need.GREEDY_ANSWER in needs_of(self.config.algorithm)
+        source = OnPolicy(self.roles.sampler, self.sampling, samples, {} if rounds else self.roles.scoring,
+                          with_greedy=greedy)
+        if not rounds:
+            return source
+        assert self.crew is not None, "it generates on its own ranks alone where it is overlapped"
+        return Resampling(source, self.roles.rewards, self.crew, rounds)
 
     @property
     def steps_ahead(self) -> int:
@@ -92,13 +114,16 @@ class RLTrainer:
         """Begin to answer the prompts of the first step; the first `step` then brings those of the second."""
         self.dataflow.source.start(prompts)
 
-    def step(self, prompts: Sequence[TokenisedPrompt]) -> Metrics:
+    def step(self, prompts: Sequence[TokenisedPrompt], more: More | None = None) -> Metrics:
         """One step on `prompts`, or on those of the step before while these are answered; metrics by name. The prompts
-        and the metrics are the same on every rank.
+        and the metrics are the same on every rank. `more` gives further prompts, where an algorithm replaces some.
         """
-        experience, board = self.dataflow.step(prompts)
+        experience, board = self.dataflow.step(prompts, more)
         self.prompts, self.batch = experience.prompts, experience.batch
         board.largest |= self.timer.take()
+        if self.crew is not None:
+            board.said |= batch_metrics(self.batch, self.crew, prompt_limit=self.config.data.max_prompt_length,
+                                        response_limit=self.config.generation.max_new_tokens)
         metrics, self.trouble = board.shared(self.world), board.trouble
         seconds = metrics["time/step"]
         return metrics | {"perf/tokens_per_second": self.batch.num_tokens / seconds,
@@ -117,8 +142,8 @@ class RLTrainer:
                 for row, record in zip(wanted, records, strict=True)]
 
     def evaluator(self, prompts: Sequence[TokenisedPrompt]) -> Evaluator:
-        """What asks the current actor `prompts`, greedily."""
-        return Evaluator(self.roles.sampler, self.roles.rewards, prompts, self.sampling)
+        """What asks the current actor `prompts`, as the evaluation block says."""
+        return make_evaluator(self.inputs, self.roles.sampler, self.roles.rewards, prompts, self.sampling)
 
     def export(self, folder: Path) -> None:
         """Write the actor and its tokenizer in Hugging Face's form."""
@@ -127,11 +152,14 @@ class RLTrainer:
     def close(self) -> None:
         """End the workers of the reward function."""
         self.roles.rewards.close()
+        if self.roles.costs is not None:
+            self.roles.costs.close()
 
     def labels(self) -> dict[int, str]:
         """What each rank is. Example: "actor tp 0, cp 0, dp 1, pp 0; critic"; without roles it generates."""
         actor = self.roles.actor.blueprint.grid
-        others = {"critic": self.roles.critic, "reference": self.roles.reference}
+        others = {"critic": self.roles.critic, "reference": self.roles.reference,
+                  "cost critic": self.roles.cost_critic}
         told: dict[int, str] = {}
         for rank in range(self.world.size):
             found = [f"actor {actor.coord(rank).words()}"] if rank in actor.ranks else []

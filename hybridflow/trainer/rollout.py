@@ -91,17 +91,18 @@ class Sampler:
                 self.hybrid.fill()
 
     def start(self, prompts: Sequence[TokenisedPrompt], params: SamplingParams, samples: int,
-              listeners: Sequence[Grid] = ()) -> RolloutUnderWay:
+              listeners: Sequence[Grid] = (), *, more_follows: bool = False) -> RolloutUnderWay:
         """Answers under the weights that the generator has. Ranks that do not generate go on at once.
 
         Args:
             listeners: roles that are sent answers as they end (`row_stream`).
+            more_follows: the weights are needed once more before they change.
         """
         hybrid, dtype = self.hybrid, torch.promote_types(self.actor.blueprint.options.dtype, torch.float32)
         with self.timer.phase(Phase.GENERATE):
             under_way = begin(hybrid.generator, hybrid.mesh, prompts, params, samples=samples, seed=self.seed,
                               version=hybrid.version, dtype=dtype, balance=self.balance, listeners=listeners)
-            if not self.keeps_weights:
+            if not (self.keeps_weights or more_follows):
                 hybrid.free()
         return replace(under_way, tells_versions=self.tells_versions)
 

@@ -6,13 +6,13 @@ calls; who waits for whom follows from what each has to receive.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from hybridflow.batch import Batch
 from hybridflow.data.loader import TokenisedPrompt
-from hybridflow.generation.records import SamplingParams
+from hybridflow.generation.records import SamplingParams, greedily
 from hybridflow.observe.phases import Phase
 from hybridflow.packing import split_rows
 from hybridflow.protocols import Protocol as Transfers
@@ -22,6 +22,8 @@ from hybridflow.trainer.roles import ScoringRole
 from hybridflow.trainer.rollout import Rollout, RolloutUnderWay, Sampler
 from hybridflow.trainer.row_stream import NUM_CHUNKS, StreamedAnswers, listens
 
+More = Callable[[], Sequence[TokenisedPrompt]]
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -29,11 +31,13 @@ class Experience:
 
     Attributes:
         streamed: by column what a role has said of the batch while it was generated.
+        greedy: the greedy answer to each prompt, in their order; None where nobody needs it.
     """
 
     prompts: Sequence[TokenisedPrompt]
     batch: Batch
     streamed: Mapping[str, StreamedAnswers] = field(default_factory=dict)
+    greedy: Batch | None = None
 
 
 class RolloutSource(Protocol):
@@ -49,8 +53,13 @@ class RolloutSource(Protocol):
         """Begin to answer the first prompts."""
         ...
 
-    def next(self, prompts: Sequence[TokenisedPrompt], board: Board) -> Experience:
-        """What to learn from in this step, of which `prompts` are the new prompts. Collective over the world."""
+    def next(self, prompts: Sequence[TokenisedPrompt], board: Board, more: More | None = None) -> Experience:
+        """What to learn from in this step. Collective over the world.
+
+        Args:
+            prompts: the new ones of this step.
+            more: gives further prompts; None where there are none.
+        """
         ...
 
 
@@ -65,8 +74,13 @@ class OnPolicy:
     steps_ahead = 0
 
     def __init__(self, sampler: Sampler, sampling: SamplingParams, samples_per_prompt: int,
-                 scoring: Mapping[str, tuple[Phase, ScoringRole]]) -> None:
-        """`scoring`: by column who fills it from the tokens of answers alone."""
+                 scoring: Mapping[str, tuple[Phase, ScoringRole]], *, with_greedy: bool = False) -> None:
+        """
+        Args:
+            scoring: by column who fills it from the tokens of answers alone.
+            with_greedy: answer every prompt once more, greedily.
+        """
+        self._with_greedy = with_greedy
         self._sampler, self._sampling, self._samples = sampler, sampling, samples_per_prompt
         grid = sampler.hybrid.mesh.grid
         self.listening = {column: (phase, role) for column, (phase, role) in scoring.items()
@@ -75,9 +89,12 @@ class OnPolicy:
     def start(self, prompts: Sequence[TokenisedPrompt]) -> None:
         raise AssertionError("nothing is begun ahead")
 
-    def next(self, prompts: Sequence[TokenisedPrompt], board: Board) -> Experience:
+    def next(self, prompts: Sequence[TokenisedPrompt], board: Board, more: More | None = None) -> Experience:
         sampler, grid = self._sampler, self._sampler.hybrid.mesh.grid
         sampler.renew()
+        greedy = None
+        if self._with_greedy:
+            greedy = sampler.start(prompts, greedily(self._sampling), 1, more_follows=True).finish().batch
         streams = {column: StreamedAnswers(role, grid) for column, (_, role) in self.listening.items()}
         under_way = sampler.start(prompts, self._sampling, self._samples,
                                   [role.blueprint.grid for _, role in self.listening.values()])
@@ -88,7 +105,7 @@ class OnPolicy:
         rollout = under_way.finish()
         _tell(board, rollout, sampler)
         return Experience(prompts, rollout.batch, {column: stream.bind(rollout.batch, rollout.replicas)
-                                                   for column, stream in streams.items()})
+                                                   for column, stream in streams.items()}, greedy)
 
 
 class OneStepOff:
@@ -109,7 +126,7 @@ class OneStepOff:
         self._sampler.renew()
         self._waiting = prompts, self._sampler.start(prompts, self._sampling, self._samples)
 
-    def next(self, prompts: Sequence[TokenisedPrompt], board: Board) -> Experience:
+    def next(self, prompts: Sequence[TokenisedPrompt], board: Board, more: More | None = None) -> Experience:
         assert self._waiting is not None, "start comes first"
         (asked, under_way), self._waiting = self._waiting, None
         rollout = under_way.finish()

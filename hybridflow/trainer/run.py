@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hybridflow.config.load import to_tree, to_yaml
 from hybridflow.config.schema import Config
@@ -33,6 +34,7 @@ class RunParts:
         trace, timer: the trainer's; one step is traced, and evaluations are timed.
         labels: what each rank is, for the names of lanes.
         evaluate: held-out metrics; None never evaluates.
+        answers: lines on the answers of the last evaluation, where they are kept.
         samples: some of the last step's work in words.
         trouble: a sentence on what went wrong in the last step, None if nothing did.
         stop_at_accuracy: held-out accuracy at which the run is over; None does every step.
@@ -44,6 +46,7 @@ class RunParts:
     timer: PhaseTimer
     labels: Mapping[int, str]
     evaluate: Callable[[], Metrics] | None = None
+    answers: Callable[[], list[dict[str, Any]]] = field(default=lambda: [])
     samples: Callable[[], list[RolloutSample]] = field(default=lambda: [])
     trouble: Callable[[], str | None] = field(default=lambda: None)
     stop_at_accuracy: float | None = None
@@ -63,13 +66,15 @@ class Run:
         logging = self.config.logging
         return ViewOptions(self.folder, title, self.total_steps, progress=logging.progress, num_samples=logging.samples,
                            wandb=logging.wandb, tensorboard=logging.tensorboard,
-                           config=to_tree(self.config))
+                           config=to_tree(self.config),
+                           verl_ranks=self.world.size if logging.verl_names else None)
 
     def fit(self, parts: RunParts) -> None:
         """Do every step, then export and draw. Whatever happens, files are closed."""
         try:
             if parts.evaluate is not None:
                 self.view.before_training(self._evaluate(parts))
+                self.view.answers(0, parts.answers())
             for step in range(1, self.total_steps + 1):
                 if self._step(parts, step):
                     break
@@ -87,6 +92,8 @@ class Run:
         if evaluates:
             metrics |= self._evaluate(parts)
         self.view.step(step, metrics)
+        if evaluates:
+            self.view.answers(step, parts.answers())
         trouble = parts.trouble()
         if trouble is not None:
             self.view.say(f"Step {step}: {trouble}")

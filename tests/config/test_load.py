@@ -5,9 +5,10 @@ from dataclasses import FrozenInstanceError
 import numpy
 import pytest
 
+from hybridflow.config.data_schema import TaskConfig
 from hybridflow.config.faults import ConfigError, shown
 from hybridflow.config.load import known_keys, load_config, to_yaml
-from hybridflow.config.schema import Config, TaskConfig
+from hybridflow.config.schema import Config
 from hybridflow.config.words import AlgorithmName, Decay, MixedPrecision, ScheduleName, WandbMode
 from tests.config.builders import config
 

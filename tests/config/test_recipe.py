@@ -28,7 +28,8 @@ def told(*overrides, command=Command.TRAIN):
 
 @pytest.mark.parametrize("name", AlgorithmName)
 def test_a_resolved_config_is_valid_says_everything_and_starts_the_same_run(name, tmp_path):
-    whole = with_recipe(config(TWO, f"algorithm.name={name.value}"))
+    costs = ["cost.function=a.py:f"] if name is AlgorithmName.SAFE_RLHF else []
+    whole = with_recipe(config(TWO, f"algorithm.name={name.value}", *costs))
     assert validate(whole, 1) == [] and with_recipe(whole) == whole
     assert whole.algorithm.loss_reduction and whole.algorithm.kl.where and whole.algorithm.advantage
     assert whole.algorithm.policy_loss and whole.algorithm.normalise_advantages is not None

@@ -50,6 +50,11 @@ def unread(command, *overrides):
     (Command.REWARD_MODEL, "generation.layout.within_node=false"),
     (Command.REWARD_MODEL, "reward.timeout_s=5"),
     (Command.API, "preference.steps=5"),
+    (Command.DPO, "data.streaming=true"),
+    (Command.KTO, "data.mixture=[{task: gcd}]"),
+    (Command.REWARD_MODEL, "evaluation.save_answers=true"),
+    (Command.API, "data.streaming=true"),
+    (Command.API, "data.mixture=[{task: gcd}]"),
     (Command.API, "data.size=5"),
     (Command.API, "data.shuffle=false"),
     (Command.API, "evaluation.every_steps=5"),
@@ -76,6 +81,8 @@ def test_it_is_refused(command, override):
     (Command.REWARD_MODEL, ["preference={margin_key: gap, centre_coef: 0.1}", "data.source=jsonl",
                             "data.train_files=[a]", "generation.max_new_tokens=9", "logging.trace_step=5"]),
     (Command.API, ["data.tasks=[{name: countdown}]", "logging.samples=0", "logging.wandb=offline"]),
+    (Command.API, ["data.system_prompt=x", "data.chat_template_kwargs={a: 1}", "logging.verl_names=true"]),
+    (Command.SFT, ["evaluation={samples_per_prompt: 4, temperature: 1.0}", "logging.verl_names=true"]),
 ])
 def test_what_is_read_is_not_refused(command, overrides):
     assert unread(command, *overrides) == {}
@@ -118,7 +125,7 @@ def file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("command", [Command.GENERATE, Command.COMPLETE, Command.EXPORT])
+@pytest.mark.parametrize("command", [Command.GENERATE, Command.COMPLETE, Command.EVALUATE, Command.EXPORT])
 def test_a_training_runs_file_serves_other_commands_but_their_overrides_must_count(file, command):
     assert checked_config(file, [], 1, command).train.total_steps == 7
     assert checked_config(file, ["train.mixed_precision=bf16", "logging.dir=x"], 1, command).logging.dir == "x"
@@ -142,6 +149,22 @@ def test_the_file_of_a_run_from_random_weights_serves_other_commands(tmp_path, c
             checked_config(path, [trained, alone, spec], 1, command)
         assert [str(fault) for fault in caught.value.faults] == [
             "model.spec = {...}: has no effect where model.path is given; remove one of the two"]
+
+
+def test_an_evaluation_is_asked_for_with_its_own_keys(file):
+    asked = ["evaluation={samples_per_prompt: 4, temperature: 1.0, save_answers: true}", "reward.timeout_s=3",
+             "data.system_prompt=x"]
+    assert checked_config(file, asked, 1, Command.EVALUATE).evaluation.samples_per_prompt == 4
+    with pytest.raises(ConfigError) as caught:
+        checked_config(file, ["generation.temperature=0.5", "train.layout.tp=1", "train.layout.pp=2",
+                              "train.forward_micro_batch_size=3"], 1, Command.EVALUATE)
+    assert [fault.key for fault in caught.value.faults] == [
+        "generation.temperature", "train.layout.pp", "train.forward_micro_batch_size"]
+    with pytest.raises(ConfigError) as caught:
+        checked_config(file, asked[:2], 1, Command.GENERATE)
+    assert {fault.key for fault in caught.value.faults} == {
+        "reward.timeout_s", "evaluation.samples_per_prompt", "evaluation.temperature", "evaluation.save_answers"}
+    assert checked_config(file, asked[2:], 1, Command.COMPLETE).data.system_prompt == "x"
 
 
 def test_prompts_of_a_file_are_not_the_datas(file):

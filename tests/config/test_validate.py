@@ -2,12 +2,10 @@
 
 import pytest
 
-from hybridflow.config.bounds import BOUNDS
 from hybridflow.config.check import checked_config
 from hybridflow.config.command import Command
 from hybridflow.config.faults import ConfigError
-from hybridflow.config.idle import IDLE
-from hybridflow.config.load import known_keys, load_config
+from hybridflow.config.load import load_config
 from hybridflow.config.validate import validate
 from tests.config.builders import SPEC, config
 
@@ -310,87 +308,6 @@ def test_files_need_names_and_a_judge():
     assert set(faults(1, tree=tree)) == {"data.train_files", "reward.function"}
     assert faults(1, "data.train_files=[a.jsonl]", "reward.function=a.py:score", tree=tree) == {}
     assert faults(1, "data.train_files=[a.jsonl]", "model.reward_model.path=b", tree=tree) == {}
-
-
-# --- bounds: each key of the table is refused outside and accepted at an edge -------------------------------------
-
-OUTSIDE = {"must be at least 1": 0, "must not be negative": -1, "must be a finite number that is not negative": -0.5,
-           "must be a finite number above 0": 0, "must be a finite number of at least 1": 0.5, "must be above 1": 1,
-           "must lie in [1, 2^32]": 0.5, "must lie in [0, 1]": 1.5, "must lie in [0, 0.5)": 0.5,
-           "must lie in (0, 1]": 0,
-           "must be two numbers in [0, 1)": "[0.9]",
-           "must be 0 (greedy) or lie in [1e-6, 1e6]": 1e-9, "must lie in [1e-6, 1e6]": 0,
-           "weights are split by tensor and pipeline parallelism here, not by ZeRO": 3,
-           "is no accuracy that can be reached": 1.5, "is too small for a vocabulary": 5}
-
-
-@pytest.mark.parametrize(("key", "value"), [(key, OUTSIDE[bound.rule]) for bound in BOUNDS for key in bound.keys])
-def test_bounds(key, value):
-    assert key in faults(1, f"{key}={value}")
-
-
-def test_infinite_and_nan_rates_are_refused():
-    assert {"train.optimizer.lr", "algorithm.kl.coef"} <= set(
-        faults(1, "train.optimizer.lr=.inf", "algorithm.kl.coef=.nan", "algorithm.kl.where=reward"))
-
-
-# --- case 27: a key without effect is refused ----------------------------------------------------------------------
-
-SET = {
-    "model.critic": "model.critic.path=a", "train.critic_optimizer": "train.critic_optimizer.lr=1",
-    "algorithm.gamma": "algorithm.gamma=0.5", "algorithm.lam": "algorithm.lam=0.5",
-    "algorithm.value_clip": "algorithm.value_clip=null", "algorithm.value_loss_coef": "algorithm.value_loss_coef=3",
-    "algorithm.clip.low": "algorithm.clip.low=0.5", "algorithm.clip.high": "algorithm.clip.high=0.2",
-    "algorithm.clip.dual": "algorithm.clip.dual=3", "algorithm.correction.how": "algorithm.correction.how=mask",
-    "algorithm.correction.low": "algorithm.correction.low=0",
-    "algorithm.correction.high": "algorithm.correction.high=3",
-    "algorithm.grpo_std_normalise": "algorithm.grpo_std_normalise=false",
-    "algorithm.kl.estimator": "algorithm.kl.estimator=k3", "algorithm.kl.coef": "algorithm.kl.coef=0.5",
-    "algorithm.kl.target": "algorithm.kl.target=3", "model.reference": "model.reference.layout.tp=1",
-    "algorithm.constant_length": "algorithm.constant_length=5",
-    "generation.max_staleness": "generation.max_staleness=3", "placement.critic": "placement.critic=0",
-    "placement.reference": "placement.reference=0",
-    "placement.reward": "placement.reward=0",
-    "model.reward_model.layout": "model.reward_model.layout.tp=1", "reward": "reward.timeout_s=3",
-    "reward.reasoning_gym": "reward.reasoning_gym=partial", "data.train_files": "data.train_files=[a]",
-    "data.test_files": "data.test_files=[a]", "data.tasks": "data.tasks=[{name: gcd}]",
-    "data.test_tasks": "data.test_tasks=[{name: gcd}]", "data.size": "data.size=9999",
-    "data.test_size": "data.test_size=999", "data.prompt_template": "data.prompt_template='{question}'",
-    "train.optimizer.min_lr": "train.optimizer.min_lr=1", "train.critic_optimizer.min_lr":
-    "train.critic_optimizer.min_lr=1",
-    "train.micro_batch_size": "train.micro_batch_size=8",
-    "train.gradient_accumulation_steps": "train.gradient_accumulation_steps=8",
-    "train.forward_micro_batch_size": "train.forward_micro_batch_size=4",
-    "train.recompute_layers": "train.recompute_layers=1", "train.loss_scale": "train.loss_scale=2.0",
-    "train.loss_scale_window": "train.loss_scale_window=5",
-}
-GRPO = ["algorithm.name=grpo", "generation.samples_per_prompt=2"]
-CONDITIONS = [
-    GRPO, GRPO, GRPO, [], ["algorithm.policy_loss=reinforce"], ["algorithm.policy_loss=cispo"], [],
-    ["algorithm.correction.level=token"], [], [], [], ["algorithm.kl.where=loss"], [], [],
-    ["model.reward_model.path=m"],
-    ["reward.function=a.py:f"], [], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"],
-    [], [], ["train.micro_batch_tokens=512"], ["train.micro_batch_tokens=512"],
-    ["train.forward_micro_batch_tokens=512"], [], [],
-]
-
-
-def within(key, block):
-    return key == block or key.startswith(f"{block}.")
-
-
-@pytest.mark.parametrize(("overrides", "key"),
-                         [(on, key) for on, idle in zip(CONDITIONS, IDLE, strict=True) for key in idle.keys])
-def test_idle_keys_are_refused(overrides, key):
-    assert not [fault for fault in faults(1, *overrides) if within(fault, key)]
-    assert ["has no effect" in message for fault, message in faults(1, *overrides, SET[key]).items()
-            if within(fault, key)] == [True]
-
-
-def test_the_tables_name_keys_that_exist():
-    known = set(known_keys())
-    for key in [key for table in (BOUNDS, IDLE) for entry in table for key in entry.keys]:
-        assert key in known
 
 
 def test_validate_reports_faults_of_all_kinds_together():

@@ -11,30 +11,7 @@ from hybridflow.data.records import PromptRecord, TextPair, fingerprint
 from hybridflow.data.sentencepiece_tokenizer import train_sentencepiece
 from hybridflow.data.sft import SftLoader, sft_pairs
 from hybridflow.data.token_rows import Overlong
-
-
-class CharacterTokenizer:
-    """Code points as ids; a prompt starts with 1, 2 ends a response."""
-
-    vocab_size = 128
-    eos_id = 2
-    stop_ids = (2,)
-
-    def encode(self, text):
-        return [ord(character) for character in text]
-
-    def decode(self, ids):
-        return "".join(chr(i) for i in ids if i > 2)
-
-    def encode_prompt(self, prompt):
-        return [1, *self.encode(prompt)]
-
-    def encode_prompts(self, prompts):
-        return [self.encode_prompt(prompt) for prompt in prompts]
-
-
-def records(texts):
-    return [PromptRecord("s", text, text[::-1], origin=f"f.jsonl row {i}") for i, text in enumerate(texts, start=1)]
+from tests.data.characters import CharacterTokenizer, records, take
 
 
 def loader(count=10, prompts_per_step=3, seed=0, **options):
@@ -44,10 +21,6 @@ def loader(count=10, prompts_per_step=3, seed=0, **options):
 
 def ids_of(batches):
     return [[prompt.id for prompt in batch] for batch in batches]
-
-
-def take(source, count):
-    return [next(source) for _ in range(count)]
 
 
 def test_batches_walk_on_through_the_epochs_end():
@@ -86,12 +59,14 @@ def test_a_resumed_run_sees_what_the_straight_run_sees(stop):
 def test_the_state_is_a_position():
     source = loader()
     take(source, 2)
-    assert source.state_dict() == {"epoch": 0, "index": 6}
+    assert source.state_dict() == {"seed": 0, "epoch": 0, "index": 6}
     take(source, 2)
-    assert source.state_dict() == {"epoch": 1, "index": 2}
+    assert source.state_dict() == {"seed": 0, "epoch": 1, "index": 2}
     for state in ({"epoch": 0, "index": 10}, {"epoch": -1, "index": 0}):
         with pytest.raises(ValueError, match="outside this data of 10 rows"):
-            source.load_state_dict(state)
+            source.load_state_dict({"seed": 0, **state})
+    with pytest.raises(ValueError, match="saved under train.seed 3, and this run has 0: .* resume with train.seed 3"):
+        source.load_state_dict({"seed": 3, "epoch": 0, "index": 1})
 
 
 def test_more_prompts_a_step_than_records():

@@ -6,6 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from hybridflow.data.lengths import LengthCounts
 from hybridflow.data.preference import (
     LabelRows,
     Limits,
@@ -175,12 +176,28 @@ def test_the_order_is_that_of_epochs_and_goes_on_from_a_state():
         PreferenceLoader(rows(7), 0, seed=5)
 
 
+def test_long_rows_are_cut_as_the_policy_says_and_counted():
+    pairs = [TextPreference("1234", "5", "6", origin="a"), TextPreference("1", "5678", "56799", origin="b"),
+             TextPreference("1", "5678", "56", origin="c")]
+    left = PairRows(pairs, CharacterTokenizer(), Limits(3, 3, Overlong.TRUNCATE_LEFT, 128))
+    assert left.kept == [0] and left.counts == LengthCounts(dropped=2, truncated=1)
+    assert left.example(0) == PairExample(0, tuple(map(ord, "234")), (ord("5"), 2), (ord("6"), 2))
+    right = PairRows(pairs, CharacterTokenizer(), Limits(3, 3, Overlong.TRUNCATE_RIGHT, 128))
+    assert right.kept == [0, 2] and right.counts == LengthCounts(dropped=1, truncated=2)  # b: both are 567 now
+    assert right.example(2).chosen_ids == tuple(map(ord, "567")) and right.example(2).rejected_ids[-1] == 2
+    assert right.example(0).prompt_ids == (1, ord("1"), ord("2"))
+    labels = LabelRows(as_labels(pairs), CharacterTokenizer(), Limits(3, 3, Overlong.TRUNCATE_RIGHT, 128))
+    assert labels.kept == list(range(6)) and labels.counts == LengthCounts(truncated=5)
+    with pytest.raises(ValueError, match="no row has both"):
+        PairRows(pairs[1:], CharacterTokenizer(), Limits(3, 3, Overlong.TRUNCATE_LEFT, 128))
+
+
 def test_long_rows_are_refused_or_dropped_by_the_part_that_is_too_long():
     tight = Limits(4, 3, Overlong.ERROR, 128)
     with pytest.raises(ValueError, match=r"generation.max_new_tokens = 3 tokens; the longest, f row 50, has 4"):
         rows(51, tight)
     kept = rows(51, Limits(4, 3, Overlong.DROP, 128))
-    assert PreferenceLoader(kept, 2, 0).num_dropped == 1 and kept.kept == list(range(50))
+    assert PreferenceLoader(kept, 2, 0).counts == LengthCounts(dropped=1) and kept.kept == list(range(50))
     with pytest.raises(ValueError, match="data.max_prompt_length = 1"):
         rows(3, Limits(1, 3, Overlong.ERROR, 128))
     with pytest.raises(ValueError, match="f row 0: token id 120 at position 0 is not in the model's vocabulary"):

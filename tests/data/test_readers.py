@@ -79,6 +79,8 @@ def edited(**changes):
         (edited(prompt="a\ud800"), "'prompt' holds half of a surrogate pair at character 1"),
         (edited(reward_model={"ground_truth": "\ud800"}), "'reward_model.ground_truth' holds half of a surrogate pair"),
         (edited(extra_info=[1]), "'extra_info' must be an object"),
+        (edited(images=[{"bytes": "x"}]), "'images' is not empty, and only text is read here"),
+        (edited(videos="a.mp4"), "'videos' is not empty"),
         (["a"], "expected an object"),
     ],
 )
@@ -122,3 +124,21 @@ def test_bad_files(tmp_path):
             read_prompt_files([str(tmp_path / "missing")], file_format)
     with pytest.raises(ValueError, match="no data files"):
         read_prompt_files([], FileFormat.JSONL)
+
+
+@pytest.mark.parametrize("write, file_format", [(write_jsonl, FileFormat.JSONL), (write_parquet, FileFormat.PARQUET)])
+def test_the_whole_schema(tmp_path, write, file_format):
+    """Columns without a meaning here are ignored, extra_info is passed on whole, another style than rule is kept."""
+    info = {"split": "train", "index": 7, "need_tools_kwargs": False, "tools_kwargs": {"calc": {"max": 2}},
+            "tags": ["a"]}
+    rows = [{**ROWS[0], "extra_info": info, "images": [], "videos": None, "agent_name": "single_turn", "uid": 5},
+            {**ROWS[0], "reward_model": {"style": "model", "ground_truth": "5"}, "extra_info": {"index": 8}}]
+    first, second = read_prompt_files([write(tmp_path / "a.data", rows)], file_format)
+    assert first.extra_info == info
+    assert second.extra_info["reward_style"] == "model" and second.extra_info["index"] == 8
+
+
+def test_images_of_a_parquet_file_are_refused(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [{**ROWS[0], "images": []}, {**ROWS[0], "images": [{"bytes": b"x"}]}])
+    with pytest.raises(ValueError, match="a.parquet row 2: key 'images' is not empty"):
+        read_prompt_files([path], FileFormat.PARQUET)

@@ -36,7 +36,7 @@ def test_table_is_sound():
     names = [info.name for info in METRICS]
     assert len(set(names)) == len(names)
     for info in METRICS:
-        assert re.fullmatch(r"[a-z]+/[a-z_0-9]+\*?", info.name)
+        assert re.fullmatch(r"[a-z_]+/[a-z_0-9*@]+", info.name)
         assert info.unit and info.over and info.meaning.endswith(".")
 
 

@@ -87,7 +87,7 @@ def test_summary():
     words = summarise(records(20))
     assert words == (
         "20 steps took 40 s. Mean reward went from 0.300 to 1.800 (means of the first and last 5 steps). "
-        "Held-out greedy accuracy went from 0.250 to 0.750. The KL to the reference ended at 0.2000 nats per token. "
+        "Held-out accuracy went from 0.250 to 0.750. The KL to the reference ended at 0.2000 nats per token. "
         "Throughput was 1,000 tokens/s over the run. Most time of a step went to generate 50%, update actor 25%."
     )
 
@@ -140,7 +140,7 @@ def test_what_was_measured_before_training_is_step_0(tmp_path):
     view.finish()
     out = console.file.getvalue()
     assert out.startswith("Before training, held-out accuracy is 0.250.\nstep 1/1 |")
-    assert "1 step took 2 s. Held-out greedy accuracy went from 0.250 to 0.500." in out
+    assert "1 step took 2 s. Held-out accuracy went from 0.250 to 0.500." in out
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1]
 
 

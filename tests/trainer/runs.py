@@ -52,7 +52,7 @@ def run_steps(world: World, config: Config, steps: int) -> tuple[list[dict[str, 
     trainer, loader = started(world, config)
     metrics, responses = [], []
     for _ in range(steps):
-        metrics.append(trainer.step(next(loader)))
+        metrics.append(trainer.step(next(loader), loader.__next__))
         responses.append({row: sample.response
                           for row, sample in zip(trainer.batch.home[world.rank], trainer.batch.samples)})
     trainer.close()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file
 
 from hybridflow.cli import main
@@ -75,6 +76,70 @@ def test_the_config_of_a_run_serves_to_ask_and_to_export_it(runs: Path, tmp_path
         assert main(["generate", *keys]) == 0 and (asked / "generations.jsonl").exists()
         assert main(["export", *keys]) == 0 and (asked / "export" / "config.json").exists()
         assert "read at tp 1 x pp 1" in capsys.readouterr().out
+
+
+def test_a_model_is_evaluated_without_training(runs: Path, tmp_path: Path):
+    keys = [str(runs / "ppo" / "config.yaml"), f"model.path={runs}/ppo/export"]
+    assert main(["evaluate", *keys, f"logging.dir={tmp_path / 'greedy'}"]) == 0
+    greedy = json.loads((tmp_path / "greedy" / "evaluation.json").read_text())
+    last = read_metrics(runs / "ppo" / "metrics.jsonl")[-1]
+    assert {name: greedy[name] for name in ("eval/accuracy", "eval/reward_mean")} == {
+        name: last[name] for name in ("eval/accuracy", "eval/reward_mean")}
+    assert not (tmp_path / "greedy" / "evaluations.jsonl").exists()
+    sampled = "evaluation={samples_per_prompt: 3, temperature: 1.0, save_answers: true}"
+    assert main(["evaluate", *keys, f"logging.dir={tmp_path / 'three'}", sampled]) == 0
+    three = json.loads((tmp_path / "three" / "evaluation.json").read_text())
+    check_names(three)
+    assert three["eval/mean@3"] == three["eval/spell_backward/mean@3"] <= three["eval/spell_backward/best@3"]
+    lines = [json.loads(line) for line in (tmp_path / "three" / "evaluations.jsonl").read_text().splitlines()]
+    assert len(lines) == 48 and len({(line["prompt"], line["answer"]) for line in lines}) > 16
+    assert three["eval/reward_mean"] == pytest.approx(sum(line["reward"] for line in lines) / 48)
+    shape = transformers.LlamaConfig(vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                                     num_attention_heads=2, max_position_embeddings=128, num_labels=1, pad_token_id=0)
+    transformers.LlamaForSequenceClassification(shape).save_pretrained(tmp_path / "judge")
+    judge = [f"model.reward_model.path={tmp_path}/judge", "train.layout.tp=1", f"logging.dir={tmp_path / 'judged'}"]
+    assert main(["evaluate", *keys, *judge]) == 0
+    judged = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
+    assert "eval/accuracy" not in judged and judged["eval/reward_mean"] == judged["eval/spell_backward/mean@1"] != 0
+
+
+def test_a_run_on_a_mixture_that_is_streamed_cut_and_logged_as_verl_logs(runs: Path, tmp_path: Path):
+    rows = [{"data_source": "words", "prompt": word, "reward_model": {"ground_truth": word[::-1]},
+             "ability": "spelling", "extra_info": {"index": i}}
+            for i, word in enumerate(("abc=", "a long one: def=", "xyz="))]
+    (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "held.jsonl").write_text(json.dumps(rows[0] | {"prompt": "bca="}))
+    (tmp_path / "exact.py").write_text("def score(data_source, solution_str, ground_truth, extra_info):\n"
+                                       "    right = solution_str == ground_truth\n"
+                                       "    return {'score': float(right), 'pred': solution_str[:1]}\n")
+    tree = yaml.safe_load((runs / "ppo" / "config.yaml").read_text())
+    tree["data"] = {
+        "source": "mixture", "streaming": True, "shuffle_buffer": 2, "overlong": "truncate_left", "prompts_per_step": 8,
+        "max_prompt_length": 5, "test_files": [f"{tmp_path}/held.jsonl"],
+        "mixture": [{"files": [f"{tmp_path}/words.jsonl"], "weight": 3},
+                    {"task": "spell_backward", "template": "{metadata[word]}=", "size": 16,
+                     "config": {"min_word_len": 3, "max_word_len": 3}}]}
+    tree["evaluation"] = {"samples_per_prompt": 2, "temperature": 1.0, "save_answers": True, "every_steps": 1}
+    tree["logging"] = {"dir": f"{tmp_path}/run", "verl_names": True}
+    tree["reward"] = {"function": f"{tmp_path}/exact.py:score"}
+    tree["train"]["total_steps"] = 1
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    before, first = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert before["eval/words/mean@2"] == before["val-core/words/reward/mean@2"]
+    assert first["critic/score/mean"] == first["reward/mean"] and first["training/global_step"] == 1
+    assert first["perf/total_num_tokens"] == first["rollout/samples"] * (
+        first["rollout/prompt_tokens_mean"] + first["rollout/response_tokens_mean"])
+    for verl, ours in (("critic/advantages/max", "advantage/trained_max"),
+                       ("critic/values/min", "critic/old_value_min"), ("critic/returns/mean", "critic/target_mean"),
+                       ("rollout_corr/kl", "policy/rollout_kl"),
+                       ("prompt_length/clip_ratio", "rollout/prompt_limit_fraction"),
+                       ("response_length/min", "rollout/response_tokens_min"), ("timing_s/gen", "time/generate")):
+        assert first[verl] == first[ours]
+    assert first["data/truncated"] >= 1 and first["data/dropped"] == 0 and "time/evaluate" in first
+    kept = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["sample"]) for line in kept] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(line["vote"] == line["answer"][:1] for line in kept)
 
 
 def test_the_export_opens_in_transformers_with_the_same_logits_and_greedy_text(runs: Path, tmp_path: Path):

@@ -13,7 +13,7 @@ from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.parallel.world import World
 from hybridflow.response_text import ResponseEnds, answer_text
 from hybridflow.rewards.function import RewardFunction
-from hybridflow.trainer.dataflow import judged
+from hybridflow.trainer.judging import judged
 from hybridflow.trainer.reward_source import FunctionRewards
 from tests.ranks import run_ranks
 
