@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 TIDY = b"t"
+SEEN = b" "  # white space, which may stand before the last words
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LINUX = sys.platform == "linux"
 VMSTAT = Path("/proc/vmstat")
@@ -28,9 +29,10 @@ VMSTAT = Path("/proc/vmstat")
 class Keeper:
     """Keeps one runner, which is made by `fork`, for the owner at the other end of `leash`.
 
-    The owner closes its end to end everything, and sends TIDY after a call. The keeper sends one line of JSON when the
-    runner has ended or is about to be: {"status": as `subprocess` has it, "out_of_memory": whether the kernel ended it,
-    "tidied": whether the keeper did, because of what calls had left}.
+    The owner closes its end to end everything, and sends TIDY once the function has been loaded, which SEEN answers,
+    and after a call. The keeper sends one line of JSON when the runner has ended or is about to be: {"status": as
+    `subprocess` has it, "out_of_memory": whether the kernel ended it, "tidied": whether the keeper did, because of what
+    calls had left}.
     """
 
     def __init__(self, leash: socket.socket) -> None:
@@ -70,9 +72,12 @@ class Keeper:
                 asked = self._heard()
                 if not asked:
                     break
+                is_first = self._known is None
                 if self._has_leftovers():
                     self._tell(0, tidied=True)
                     break
+                if is_first:
+                    self._say(SEEN)
         self._end_all()
 
     def _heard(self) -> bytes:
@@ -93,9 +98,12 @@ class Keeper:
 
     def _tell(self, status: int, *, tidied: bool = False) -> None:
         out_of_memory = status == -signal.SIGKILL and oom_kills() > self._oom_kills
+        told = {"status": status, "out_of_memory": out_of_memory, "tidied": tidied}
+        self._say(json.dumps(told).encode() + b"\n")
+
+    def _say(self, words: bytes) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
-            told = {"status": status, "out_of_memory": out_of_memory, "tidied": tidied}
-            self.leash.sendall(json.dumps(told).encode() + b"\n")
+            self.leash.sendall(words)
 
     def _has_leftovers(self) -> bool:
         """Whether processes are left of the calls since the last time. Those there are at the first time are part of

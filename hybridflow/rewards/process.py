@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import hybridflow
-from hybridflow.rewards.keeper import TIDY
+from hybridflow.rewards.keeper import SEEN, TIDY
 from hybridflow.rewards.limits import Limits
 from hybridflow.rewards.loading import Target
 from hybridflow.rewards.records import FaultKind, Outcome, RowFault, Score
@@ -125,7 +125,15 @@ class WorkerProcess:
             raise ValueError(f"reward function: {reply['load_error']}")
         self.is_ready, self.batched = True, reply["batched"]
         self.tidy()  # what it has started so far is part of the function
+        self._wait_until_seen()
         return None
+
+    def _wait_until_seen(self) -> None:
+        """Until the keeper has looked: what a call starts sooner would be taken for a part of the function too."""
+        self._leash.settimeout(END_LIMIT_S)
+        with suppress(OSError):
+            if self._leash.recv(1, socket.MSG_PEEK) == SEEN:  # else they are last words, which stay to be read
+                self._leash.recv(1)
 
     def tidy(self) -> None:
         """Let the worker end if processes are left of its calls."""
@@ -153,7 +161,7 @@ class WorkerProcess:
         with suppress(OSError):
             while not said.endswith(b"\n") and (more := self._leash.recv(4096)):
                 said += more
-        if not said:
+        if not said.strip():
             self.kill()
             return {"status": self._process.wait(), "out_of_memory": False, "tidied": False}
         return json.loads(said)

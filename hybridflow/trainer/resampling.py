@@ -70,7 +70,7 @@ class Resampling:
             for name, value in one.said.items():
                 told[name].append(value)
         for name, values in told.items():
-            adds_up = name.startswith("reward/faults") or name == "rollout/samples"
+            adds_up = name.startswith("reward/faults") or name in ("reward/truncated", "rollout/samples")
             board.said[name] = sum(values) if adds_up else sum(values) / len(values)
         board.said |= score_moments(scores) | {"rollout/rounds": float(len(rounds)),
                                                "rollout/prompts_with_signal": float(num_kept)}

@@ -65,7 +65,7 @@ def test_a_reward_model_is_a_classifier_that_transformers_and_we_open(tmp_path, 
     assert type(model).__name__ == "LlamaForSequenceClassification" and model.config.num_labels == 1
     config = load_config("configs/dpo_tiny.yaml", [*SMALL, f"model.tokenizer={tokenizer}",
                                                    f"model.reward_model.path={folder}"])
-    role = Builder(Inputs.read(config), World.single(torch.device("cpu")), Trace(None)).rewards().role
+    role = Builder(Inputs.read(config), World.single(torch.device("cpu")), Trace(None)).rewards().parts[0].scorer.role
     rows = [Sample((5, 6, 7), (8, 2)), Sample((9,), (10, 11, 12, 2))]
     with torch.no_grad():
         theirs = [model(torch.tensor([[*row.prompt, *row.response]])).logits.item() for row in rows]

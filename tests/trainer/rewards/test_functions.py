@@ -185,3 +185,19 @@ def test_every_data_source_has_a_part_before_ranks_meet():
     with pytest.raises(ValueError, match="no part scores the data source 'facts', 'maths'"):
         require_parts(parts, ["sums", "maths", "facts"])
     function.close()
+
+
+def extras_of(world: World) -> dict[int, dict]:
+    rewards = Rewards([part(world, "score", DROP, "right"), part(world, "voted", DROP, "vote")])
+    score(rewards, world, rollouts(world, ["ab", "x", "b"]), prompts(3))
+    rewards.close()
+    return {row: {name: extras[name] for name in ("pred", "length", "word") if name in extras}
+            for row, extras in rewards.last_extras.items()}
+
+
+def test_what_functions_return_beside_scores_is_kept_by_row_for_evaluations():
+    wanted = {0: {"pred": "AB", "length": 2, "word": "w"}, 1: {"pred": "X", "length": -1},
+              2: {"pred": "B", "length": 1, "word": "w"}}
+    assert extras_of(ALONE) == wanted
+    first, second = run_ranks(2, extras_of)
+    assert first == {0: wanted[0], 2: wanted[2]} and second == {1: wanted[1]}
