@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from hybridflow.micro_batch import Sample, TokenColumns
 from hybridflow.parallel.optimizer import StepInfo
 from hybridflow.parallel.state_map import StateKind, state_map
 from hybridflow.parallel.world import World
-from hybridflow.rewards.records import RewardRequest, RewardResult, Score
+from hybridflow.rewards.function import RewardFunction
+from hybridflow.rewards.records import Outcome, RewardRequest, Score
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.rl import RLTrainer
 from hybridflow.trainer.rollout_source import Experience
@@ -49,8 +50,9 @@ class Trainer:
         if isinstance(native_library(), NativeLibrary):
             set_threads(threads)
         inputs = Inputs.read(config_of(self.algorithm, Path(folder)), Words())
-        inputs.reward_function.close()  # another one takes its place
-        self._trainer = RLTrainer(replace(inputs, reward_function=InProcess()), World.single(torch.device("cpu")))
+        inputs.rewards[0].scorer.close()  # another one takes its place
+        rewards = (replace(inputs.rewards[0], scorer=InProcess()),)
+        self._trainer = RLTrainer(replace(inputs, rewards=rewards), World.single(torch.device("cpu")))
         self._trainer.timer.clock = time.process_time
         gc.freeze()
 
@@ -139,11 +141,17 @@ def read_before_step(engine: TrainEngine, role: str, into: dict[str, Tensor]) ->
     engine.optimizer.begin = read_and_begin
 
 
-class InProcess:
+class InProcess(RewardFunction):
     """A reward function without processes of its own, as TRL calls one."""
 
-    def score(self, rows: Sequence[RewardRequest]) -> RewardResult:
-        return RewardResult.of([Score(case.score_text(row.solution)) for row in rows])
+    def __init__(self) -> None:
+        self._outcomes: dict[Hashable, Outcome] = {}
+
+    def submit(self, row_id: Hashable, request: RewardRequest) -> None:
+        self._outcomes[row_id] = Score(case.score_text(request.solution))
+
+    def collect(self, row_ids: Sequence[Hashable] | None = None) -> dict[Hashable, Outcome]:
+        return {row_id: self._outcomes.pop(row_id) for row_id in list(self._outcomes if row_ids is None else row_ids)}
 
     def close(self) -> None:
         """Nothing to end."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridflow.engine.blueprint import Blueprint
 from hybridflow.engine.options import EngineOptions, TrainOptions
+from hybridflow.kernels.native_build import NativeLibrary, native_library
 from hybridflow.kernels.native_ops import set_threads
 from hybridflow.micro_batch import MicroBatch, TokenColumns
 from hybridflow.models.config import Head, ModelConfig
@@ -81,7 +82,7 @@ class ForwardEngine:
 
     def __init__(self, model: ModelConfig, mesh: Mesh, head: Head, options: EngineOptions) -> None:
         self.model, self.mesh, self.head, self.options = model, mesh, head, options
-        if options.batch_invariant:
+        if mesh.device.type == "cpu" and isinstance(native_library(), NativeLibrary):
             set_threads(torch.get_num_threads())
         self.blueprint = Blueprint(model, mesh.grid, head, options)
         self.chunks, self.shard_map = self.blueprint.chunks, self.blueprint.shard_map

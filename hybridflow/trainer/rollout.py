@@ -15,8 +15,7 @@ from hybridflow.batch import Batch
 from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.engines.interface import GenerationEngine
-from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
-from hybridflow.generation.session import OnEnd
+from hybridflow.generation.records import Completion, FinishReason, OnEnd, Prompt, SamplingParams
 from hybridflow.generation.work_source import Balance, OwnShare, SharedQueue
 from hybridflow.hybrid_engine import HybridEngine
 from hybridflow.micro_batch import Sample, TokenColumns
