@@ -17,6 +17,7 @@ from hybridflow.config.batch_math import BatchMath, layout_table
 from hybridflow.config.load import to_tree
 from hybridflow.config.reading import read_any
 from hybridflow.config.recipe import algorithm_line, with_recipe
+from hybridflow.config.reward_schema import asks_task_scorers
 from hybridflow.config.schema import Config
 from hybridflow.config.words import ReduceDtype
 from hybridflow.data.columns import records_of_columns
@@ -84,7 +85,7 @@ class Trainer:
         self.trainer = RLTrainer(inputs, world, comm_hook)
         self.view = RunView(_view_options(config, world.size), world.rank, open_console())
         self.num_steps = self.num_prompts = 0
-        self.asks_for_truth = config.reward.function is None and config.model.reward_model.path is None
+        self.asks_for_truth = asks_task_scorers(config.reward, config.model.reward_model)
         batches = BatchMath.of(config, world.size).line_of_any_batch()
         for sentence in (*notes, algorithm_line(config), batches, layout_table(config, world.size)):
             self.view.say(sentence)

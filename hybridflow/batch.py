@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.micro_batch import Sample, TokenColumns
+from hybridflow.packing import SharedPrompt
 from hybridflow.parallel.world import World
 from hybridflow.row_moves import Arrival, RowsOfRank, send_rows
 
@@ -70,6 +71,11 @@ class Batch:
     def row_lengths(self) -> tuple[int, ...]:
         """Prompt and response tokens of every row."""
         return tuple(p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True))
+
+    @cached_property
+    def prompts(self) -> tuple[SharedPrompt, ...]:
+        """Of every row, which others have the same."""
+        return tuple(map(SharedPrompt, self.groups, self.prompt_lengths))
 
     @property
     def num_tokens(self) -> int:

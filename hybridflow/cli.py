@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hybridflow import __version__
+from hybridflow.commands.job import Job
 from hybridflow.config.check import checked_config
 from hybridflow.config.command import Command
 from hybridflow.config.describe import key_table
@@ -24,6 +25,7 @@ from hybridflow.config.faults import ConfigError
 from hybridflow.parallel.place import launched_place
 
 EXIT_CONFIG = 2  # argparse's own code for a wrong command line
+EXIT_REWARD = 3  # a reward failed whose policy ends the run
 EXIT_INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
 EXIT_UNREAD = 141
 OTHERS_WAIT_S = 10.0
@@ -48,7 +50,9 @@ every key:         python -m hybridflow keys
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0; 2 for a fault in the command line, launch or config; 75; 130; 141."""
+    """Run one command. Returns the exit code: 0; 2 for a fault in the command line, launch or config; 3 where a reward
+    failed whose policy is to end the run; 75; 130; 141.
+    """
     arguments = parsed(argv)
     try:
         code = run(arguments)
@@ -100,7 +104,23 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:  # of what the config names: data, tokenizer, model folders, reward function
         report(error, place.rank)
         return EXIT_CONFIG
-    return job() or 0
+    return _done(job, place.rank)
+
+
+def _done(job: Job, rank: int) -> int:
+    """Run a job. A reward that ends it does so on every rank at once; rank 0 says why, and the others wait so as not to
+    end it first.
+    """
+    from hybridflow.rewards.policy import RewardFailed  # its module brings torch, which config faults must not wait for
+
+    try:
+        return job() or 0
+    except RewardFailed as error:
+        if rank > 0:
+            time.sleep(OTHERS_WAIT_S)
+        else:
+            print(error, file=sys.stderr, flush=True)
+        return EXIT_REWARD
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,21 +1,22 @@
 """What one rank of a replica runs at once: ragged rows, packed, and what the loss needs for each target.
 
 No row is padded and there is no mask of positions: a row is its prompt and its response, and every head answers only
-where a response token is predicted. Context ranks have parts of the same rows (`context`); `reassemble` brings their
-answers together.
+where a response token is predicted. A prompt of several rows can be packed once, with their responses as branches of
+it: the same is computed, and less of it. Context ranks have parts of the same rows (`context`); `reassemble` brings
+their answers together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridflow.context import WHOLE, ContextCut, ContextPart
+from hybridflow.packed_rows import Branches, PackedRows, Sample
 from hybridflow.parallel.collectives import all_gather, copy_to, reduce_from
 from hybridflow.parallel.mesh import AxisGroup
 from hybridflow.target_rows import TargetRows, whole
@@ -60,30 +61,21 @@ class TokenColumns:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A prompt and the response to it. Example: `Sample((5, 9), (7, 2))` has 2 targets, seen from positions 1 and 2."""
-
-    prompt: tuple[int, ...]
-    response: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.response)
-
-
-@dataclass(frozen=True)
 class MicroBatch:
     """Packed rows, or one context rank's part of them. For a row of p prompt and r response tokens, targets are the
     response and are predicted at positions p-1 .. p+r-2 of the row.
 
     Attributes:
-        input_ids: `[tokens]` int64 of this rank; tokens = sum(lengths) where the rows are whole.
+        input_ids: `[tokens]` int64 of this rank; tokens = sum(lengths) + sum(branches.lengths) where rows are whole.
         position_ids: `[tokens]` int64, from 0 in each row.
         lengths: tokens of each row, on all context ranks together. Padding (id 0 at position 0) makes the tokens of a
             rank a multiple of tp for sequence parallelism, and equally many on all context ranks. It ends the last row
             of whole rows, since attention is causal and none of the row's own tokens sees it; of rows that are cut it
             belongs to none.
-        target_index: `[targets]` packed positions on this rank whose outputs predict the targets.
+        branches: responses of rows that share their prompt, which is then one of the rows of `lengths`; they are packed
+            behind all of these, and the last one has the padding. None where rows are cut.
+        target_index: `[targets]` packed positions on this rank whose outputs predict the targets. The end of a shared
+            prompt is there once for each of its branches.
         targets: `[targets]` the response tokens that this rank predicts, row after row.
         target_rows: `[targets]` int64, the row of each target.
         num_rows: of the samples packed, without padding.
@@ -105,11 +97,19 @@ class MicroBatch:
     part: ContextPart = WHOLE
     answer_places: Tensor | None = None
     answers_per_part: int = 0
+    branches: Branches = Branches()
 
     @property
     def num_tokens(self) -> int:
         """Tokens that this rank runs."""
         return self.input_ids.shape[0]
+
+    def same_tokens(self, other: MicroBatch) -> bool:
+        """Whether a model answers both alike, whatever their columns."""
+        if (self.lengths, self.branches, self.part) != (other.lengths, other.branches, other.part):
+            return False
+        return all(torch.equal(mine, others) for mine, others in (
+            (self.input_ids, other.input_ids), (self.target_index, other.target_index), (self.targets, other.targets)))
 
     def rows(self, cp: AxisGroup) -> TargetRows:
         """The rows of the targets, whose parts lie on the ranks of `cp`."""
@@ -121,7 +121,7 @@ class MicroBatch:
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], columns: TokenColumns = TokenColumns(), *, device: torch.device,
-             multiple_of: int = 1, cp: ContextPart = WHOLE) -> MicroBatch:
+             multiple_of: int = 1, cp: ContextPart = WHOLE, share_prompts: bool = False) -> MicroBatch:
         """Pack `samples`, with padding at the end where tokens must be a multiple of `multiple_of`.
 
         An empty sequence of samples becomes a row of padding without a target, so that a replica without rows still
@@ -130,39 +130,47 @@ class MicroBatch:
         Args:
             columns: of all targets of `samples`, whatever the part.
             cp: the part of each row to keep.
+            share_prompts: pack a prompt that several samples have once, and of their responses what is seen by a token
+                that is predicted: all but the last token. Rows must be whole.
         """
         assert all(sample.prompt for sample in samples), "the first response token is predicted from a prompt"
-        index = [start + len(sample.prompt) - 1 + i
-                 for start, sample in zip(_starts(samples), samples) for i in range(len(sample.response))]
+        layout = PackedRows.of(samples, share_prompts=share_prompts, unread=1)
+        index = [layout.place(row, len(sample.prompt) - 1 + i)
+                 for row, sample in enumerate(samples) for i in range(len(sample.response))]
         targets = [token for sample in samples for token in sample.response]
         rows = [row for row, sample in enumerate(samples) for _ in sample.response]
-        return cls._packed(samples, index, targets, rows, columns, device, multiple_of, cp)
+        return cls._packed(layout, index, targets, rows, columns, device, multiple_of, cp)
 
     @classmethod
     def pack_last_tokens(cls, samples: Sequence[Sample], columns: TokenColumns = TokenColumns(), *,
-                         device: torch.device, multiple_of: int = 1, cp: ContextPart = WHOLE) -> MicroBatch:
+                         device: torch.device, multiple_of: int = 1, cp: ContextPart = WHOLE,
+                         share_prompts: bool = False) -> MicroBatch:
         """Pack `samples` with one target a row, read at its last token: what a score head answers. `columns` are
         `[samples]`.
         """
-        ends = [start + sample.length - 1 for start, sample in zip(_starts(samples), samples)]
+        layout = PackedRows.of(samples, share_prompts=share_prompts)
+        ends = [layout.place(row, sample.length - 1) for row, sample in enumerate(samples)]
         targets = [(*sample.prompt, *sample.response)[-1] for sample in samples]
-        return cls._packed(samples, ends, targets, list(range(len(samples))), columns, device, multiple_of, cp)
+        return cls._packed(layout, ends, targets, list(range(len(samples))), columns, device, multiple_of, cp)
 
     @classmethod
-    def _packed(cls, samples: Sequence[Sample], target_index: list[int], targets: list[int], rows: list[int],
+    def _packed(cls, layout: PackedRows, target_index: list[int], targets: list[int], rows: list[int],
                 columns: TokenColumns, device: torch.device, multiple_of: int, cp: ContextPart) -> MicroBatch:
         """`target_index` are packed positions of whole rows, `rows` those of the targets."""
-        lengths = [sample.length for sample in samples]
-        positions = [position for length in lengths for position in range(length)]
-        ids = [token for sample in samples for token in (*sample.prompt, *sample.response)]
+        lengths, branches, ids, positions = layout.lengths, layout.branches, layout.ids, layout.positions
         if cp.size > 1:
-            uncut = cls(_ids(ids), _ids(positions), tuple(lengths), _ids(target_index), _ids(targets), _ids(rows),
-                        len(samples), columns)
+            assert not branches.lengths, "rows that are cut do not share prompts"
+            uncut = cls(_ids(ids), _ids(positions), lengths, _ids(target_index), _ids(targets), _ids(rows),
+                        len(layout.places), columns)
             return uncut._cut(cp, device, multiple_of)
         padding = -len(positions) % multiple_of or (0 if lengths else multiple_of)
-        lengths = (*lengths[:-1], sum(lengths[-1:]) + padding)
-        return cls(_ids(ids + [0] * padding, device), _ids(positions + [0] * padding, device), lengths,
-                   _ids(target_index, device), _ids(targets, device), _ids(rows, device), len(samples), columns)
+        if branches.lengths:
+            branches = replace(branches, lengths=_with_padding(branches.lengths, padding))
+        else:
+            lengths = _with_padding(lengths, padding)
+        return cls(_ids([*ids, *[0] * padding], device), _ids([*positions, *[0] * padding], device), lengths,
+                   _ids(target_index, device), _ids(targets, device), _ids(rows, device), len(layout.places), columns,
+                   branches=branches)
 
     def _cut(self, part: ContextPart, device: torch.device, multiple_of: int) -> MicroBatch:
         """The part's tokens and targets of these whole rows without padding, and where all answers belong."""
@@ -200,10 +208,10 @@ def reassemble(values: Tensor, micro_batch: MicroBatch, cp: AxisGroup) -> Tensor
     return all_gather(padded, cp).index_select(0, micro_batch.answer_places)
 
 
-def _starts(samples: Sequence[Sample]) -> tuple[int, ...]:
-    """Where each sample begins when they are packed (and where they end)."""
-    return (0, *accumulate(sample.length for sample in samples))
+def _with_padding(lengths: tuple[int, ...], padding: int) -> tuple[int, ...]:
+    """The last row is so much longer; without rows there is one of padding."""
+    return (*lengths[:-1], sum(lengths[-1:]) + padding)
 
 
-def _ids(values: list[int], device: torch.device | None = None) -> Tensor:
+def _ids(values: Sequence[int], device: torch.device | None = None) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)

@@ -16,6 +16,8 @@ from itertools import accumulate
 
 from hybridflow.parallel.arithmetic import ceil_div
 
+# Into how many pieces a group may be cut that would fill a micro-batch.
+CLUSTERS_PER_BUDGET = (1, 2, 4, 8)
 # The rows of each micro-batch of each replica: cut[replica][micro_batch] are row numbers.
 Cut = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -43,13 +45,16 @@ class MicroBatching:
             return f"{self.tokens} tokens"
         return f"1 {unit}" if self.rows == 1 else f"{self.rows} {unit}s"
 
-    def cut(self, lengths: Sequence[int], dp: int, multiple_of: int = 1, together: int = 1) -> Cut:
+    def cut(self, lengths: Sequence[int], dp: int, multiple_of: int = 1, together: int = 1,
+            prompts: Sequence[SharedPrompt] | None = None) -> Cut:
         """The cut of rows 0, 1, .. of these lengths (tokens) over `dp` replicas.
 
         Args:
             multiple_of: what the tokens of a micro-batch are padded to a multiple of.
             together: so many consecutive rows are a unit, which no cut parts; `rows` then counts units. Example: rows
                 0 to 5 with `together` 2 are three pairs, cut by `MicroBatching(rows=2)` into rows 0 1 2 3 and 4 5.
+            prompts: of the rows, where those with the same one in a micro-batch have its tokens once; None: each row
+                has its own, or they are units. Cut by number of rows, rows stay in their order whatever they share.
 
         Raises:
             ValueError: a row (or unit) is longer than the budget.
@@ -60,8 +65,18 @@ class MicroBatching:
             assert self.rows is not None
             cut = by_rows(range(len(units)), dp, self.rows)
         else:
+            if prompts is not None and together == 1:
+                return by_shared_tokens(lengths, prompts, dp, self.tokens, multiple_of)
             cut = by_tokens(units, dp, self.tokens, multiple_of, "row" if together == 1 else f"unit of {together} rows")
         return cut if together == 1 else _rows_of_units(cut, together)
+
+
+@dataclass(frozen=True)
+class SharedPrompt:
+    """The prompt of a row: rows of the same `group` have the same one, of so many `tokens`."""
+
+    group: int
+    tokens: int
 
 
 def by_rows(rows: Sequence[int], dp: int, micro_batch_size: int) -> Cut:
@@ -97,14 +112,78 @@ def by_tokens(lengths: Sequence[int], dp: int, budget: int, multiple_of: int = 1
     Raises:
         ValueError: a row is longer than the budget.
     """
+    room = _room(lengths, budget, multiple_of, noun)
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    return _dealt(_packed(order, lengths, room, dp), lengths, dp)
+
+
+def by_shared_tokens(lengths: Sequence[int], prompts: Sequence[SharedPrompt], dp: int, budget: int,
+                     multiple_of: int = 1) -> Cut:
+    """`by_tokens` of rows some of which share their prompt: in a micro-batch its tokens are there once.
+
+    Rows of a group go together in clusters as large as the budget allows, or smaller ones where that makes fewer
+    micro-batches: large clusters pack badly, small ones repeat prompts. Example: rows of 6 tokens with 4 of a common
+    prompt, on one replica with a budget of 10: `(((0, 1, 2),),)`, where `by_tokens` makes three micro-batches.
+
+    Raises:
+        ValueError: a row is longer than the budget.
+    """
+    room = _room(lengths, budget, multiple_of)
+    cuts = [_of_clusters(_clusters(lengths, prompts, room // parts), lengths, prompts, room, dp)
+            for parts in CLUSTERS_PER_BUDGET]
+    return min(cuts, key=lambda cut: _cost(cut, lengths, prompts))
+
+
+def shared_tokens(rows: Sequence[int], lengths: Sequence[int], prompts: Sequence[SharedPrompt]) -> int:
+    """Tokens of a micro-batch of these rows, each prompt once."""
+    once = {prompts[row].group: prompts[row].tokens for row in rows}
+    return sum(lengths[row] - prompts[row].tokens for row in rows) + sum(once.values())
+
+
+def _clusters(lengths: Sequence[int], prompts: Sequence[SharedPrompt], most: int) -> list[tuple[int, ...]]:
+    """Rows of one group each, of at most so many tokens where one row alone is not longer."""
+    groups: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(prompt.group, []).append(row)
+    found: list[tuple[int, ...]] = []
+    for rows in groups.values():
+        tokens = prompts[rows[0]].tokens
+        answers = [lengths[row] - tokens for row in rows]
+        order = sorted(range(len(rows)), key=lambda place: (-answers[place], place))
+        bins = _fullest_first(order, answers, max(most - tokens, *answers))
+        found += [tuple(sorted(rows[place] for place in places)) for places in bins]
+    return found
+
+
+def _of_clusters(clusters: Sequence[tuple[int, ...]], lengths: Sequence[int], prompts: Sequence[SharedPrompt],
+                 room: int, dp: int) -> Cut:
+    """Clusters packed and dealt as rows are."""
+    sizes = [shared_tokens(rows, lengths, prompts) for rows in clusters]
+    order = sorted(range(len(sizes)), key=lambda number: (-sizes[number], number))
+    cut = _dealt(_packed(order, sizes, room, dp), sizes, dp)
+    return tuple(tuple(tuple(sorted(row for number in numbers for row in clusters[number])) for numbers in replica)
+                 for replica in cut)
+
+
+def _cost(cut: Cut, lengths: Sequence[int], prompts: Sequence[SharedPrompt]) -> tuple[int, int]:
+    """What a step takes: the tokens of the fullest replica; then how many micro-batches each has."""
+    filled = [sum(shared_tokens(rows, lengths, prompts) for rows in replica) for replica in cut]
+    return max(filled), len(cut[0])
+
+
+def _room(lengths: Sequence[int], budget: int, multiple_of: int, noun: str = "row") -> int:
+    """What can be filled of a budget.
+
+    Raises:
+        ValueError: a row is longer.
+    """
     room = budget - budget % multiple_of  # more would be padded beyond the budget
     for row, length in enumerate(lengths):
         if length > room:
             usable = f", of which {room} is a multiple of {multiple_of}" if room != budget else ""
             raise ValueError(f"{noun} {row} has {length} tokens, more than train.micro_batch_tokens {budget} can hold"
                              f"{usable} (when rows are scored: train.forward_micro_batch_tokens, where given)")
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    return _dealt(_packed(order, lengths, room, dp), lengths, dp)
+    return room
 
 
 def _packed(order: Sequence[int], sizes: Sequence[int], room: int, dp: int) -> list[list[int]]:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridflow.kernels import native_backward, native_rows
+
 
 class SwiGLU(torch.autograd.Function):
     """torch's own two gradients, written into the halves of one tensor, so that no copy joins them. Only the input is
@@ -22,6 +24,8 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
+        if native_backward.has_kernels(gate_up):
+            return native_backward.swiglu_backward(grad, gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         grad_gate_up = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
@@ -44,6 +48,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _forward(gate_up: Tensor) -> Tensor:
+    if not torch.is_inference_mode_enabled() and native_backward.has_kernels(gate_up):
+        return native_rows.swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 

@@ -30,7 +30,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def causal_suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The queries are the last positions of their row, and the keys the whole row up to there.
 
-    Where the device has flash attention no mask exists: its causal form is aligned to the lower right corner.
+    Where a GPU has flash attention no mask exists: its causal form is aligned to the lower right corner.
 
     Args:
         q: `[rows, heads, queries, head_dim]`.
@@ -39,8 +39,11 @@ def causal_suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         `[rows, heads, queries, head_dim]`.
     """
-    from torch.nn.attention.bias import causal_lower_right  # brings torch._dynamo: 2 s that few processes need
-    aligned = causal_lower_right(q.shape[2], k.shape[2])
+    if q.is_cuda:
+        from torch.nn.attention.bias import causal_lower_right  # brings torch._dynamo: 2 s that few processes need
+        aligned = causal_lower_right(q.shape[2], k.shape[2])
+    else:
+        aligned = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=aligned, enable_gqa=q.shape[1] != k.shape[1])
 
 

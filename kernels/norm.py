@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridflow.kernels import native_backward
+
 
 class _RMSNorm(torch.autograd.Function):
     """For devices where torch composes it of simple steps, forward and backward: 15 passes over memory in backward
@@ -17,6 +19,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if native_backward.has_kernels(x):
+            out, scale = native_backward.rms_norm(x, weight, eps)
+            ctx.save_for_backward(x, weight, scale)  # scale: [rows]
+            return out
         wide, size = torch.promote_types(x.dtype, torch.float32), x.shape[-1]
         rows = x.to(wide).reshape(-1, size)
         scale = inverse_root(rows, eps)
@@ -25,7 +31,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *rms_norm_gradients(grad, *ctx.saved_tensors), None
+        x, weight, scale = ctx.saved_tensors
+        if scale.dim() == 1:
+            return *native_backward.rms_norm_backward(grad, x, weight, scale), None
+        return *rms_norm_gradients(grad, x, weight, scale), None
 
 
 def inverse_root(rows: Tensor, eps: float) -> Tensor:

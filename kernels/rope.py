@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow.kernels import native_backward
+
 
 class Rotate(torch.autograd.Function):
     """A rotation's gradient is the rotation by the opposite angle, so nothing but the tables is kept."""
@@ -22,6 +24,8 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, signed_sin = ctx.saved_tensors
+        if native_backward.has_kernels(grad):
+            return native_backward.rotate(grad, cos, signed_sin, back=True), None, None
         return torch.addcmul(grad * cos, grad.roll(grad.shape[-1] // 2, -1), signed_sin, value=-1), None, None
 
 
@@ -38,6 +42,8 @@ def apply_rope(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    if not torch.is_inference_mode_enabled() and native_backward.has_kernels(x):
+        return native_backward.rotate(x, cos, signed_sin)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 

@@ -26,6 +26,8 @@ from hybridflow.parallel.shard_map import ShardMap
 from hybridflow.parallel.state_map import OPTIMIZER_STATE, gather_layouts, state_map, storage_name
 from hybridflow.parallel.world import World
 
+SQUARED_AT_ONCE = 1 << 16  # numbers
+
 
 class Decay(Enum):
     """How the learning rate falls after warm-up."""
@@ -205,7 +207,7 @@ class ShardedAdamW:
         for bucket in self.grads.buckets:
             for place, counted in enumerate((True, False)):
                 for start, end in bucket.counted_ranges(counted):
-                    totals[place] += torch.linalg.vector_norm(bucket.share[start:end], dtype=torch.float64).square()
+                    totals[place] += _squared(bucket.share[start:end])
         all_reduce(totals, self.model)
         if self.grads.sharded:
             all_reduce(totals, self.grads.data)
@@ -284,3 +286,10 @@ class ShardedAdamW:
                 f"may be skipped{scaled}). Try a lower learning rate or a longer warm-up, look for extreme rewards, "
                 "advantages or log-probs in the metrics, and train in bf16 or fp32 where this was fp16")
         return info
+
+
+def _squared(x: Tensor) -> Tensor:
+    """The sum of squares, fp64. A CPU copies what it adds up to fp64: little at once, which stays in its cache."""
+    parts = (x,) if x.is_cuda else x.split(SQUARED_AT_ONCE)
+    return sum((torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts),
+               x.new_zeros((), dtype=torch.float64))

@@ -13,9 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybridflow.kernels.native_backward import has_kernels, logit_gradients_, logit_statistics
 from hybridflow.parallel.collectives import all_gather, all_reduce, reduce_from, reduce_scatter_tokens
 from hybridflow.parallel.mesh import AxisGroup
 from hybridflow.parallel.tiles import Tiles
+from hybridflow.parallel.weight_grads import add_product
 
 # Logits of this many rows x local vocabulary exist at once (128 MiB in fp32), whatever the number of targets.
 LOGITS_AT_ONCE = 1 << 25
@@ -160,24 +162,26 @@ class TokenLogProbs(torch.autograd.Function):
         grad_x = torch.empty(hidden.shape, dtype=log_normaliser.dtype, device=hidden.device)
         grad_w = torch.zeros(weight.shape, dtype=log_normaliser.dtype, device=weight.device)
         for rows in row_slices(hidden.shape[0], weight.shape[0]):
-            log_p = _matmul(x[rows], w.T).div_(ctx.temperature).sub_(log_normaliser[rows, None])
-            grad = _logit_grad(log_p, row[rows], mine[rows], entropy[rows],
-                               None if grad_log_prob is None else grad_log_prob[rows],
-                               None if grad_entropy is None else grad_entropy[rows])
-            grad = grad.div_(ctx.temperature).to(x.dtype)
+            grad = _logit_grad(_matmul(x[rows], w.T), ctx.temperature, row[rows], mine[rows], log_normaliser[rows],
+                               entropy[rows], None if grad_log_prob is None else grad_log_prob[rows],
+                               None if grad_entropy is None else grad_entropy[rows]).to(x.dtype)
             grad_x[rows] = _matmul(grad, w)
-            grad_w += _matmul(grad.T, x[rows])
+            add_product(grad_w, grad, x[rows])
         return all_reduce(grad_x.to(hidden.dtype), ctx.tp), grad_w.to(weight.dtype), None, None, None, None, None
 
 
 def _logit_grad(
-    log_p: Tensor, row: Tensor, mine: Tensor, entropy: Tensor, grad_log_prob: Tensor | None,
-    grad_entropy: Tensor | None,
+    logits: Tensor, temperature: float, row: Tensor, mine: Tensor, log_normaliser: Tensor, entropy: Tensor,
+    grad_log_prob: Tensor | None, grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient `[rows, vocab/tp]` of the scaled logits, from `log_p` of that shape (overwritten) and columns `[rows]`.
+    """Gradient `[rows, vocab/tp]` of `logits` of that shape (overwritten), from columns `[rows]`.
 
     d log p_target = onehot - p and d entropy = -p (log p + entropy); None is a gradient of zero.
     """
+    if has_kernels(logits):
+        return logit_gradients_(logits, 1.0 / temperature, row, mine, log_normaliser, entropy, grad_log_prob,
+                                grad_entropy)
+    log_p = logits.div_(temperature).sub_(log_normaliser[:, None])
     if grad_entropy is None:
         factor = grad_log_prob[:, None]
     else:
@@ -187,7 +191,7 @@ def _logit_grad(
     grad = log_p.exp_().mul_(factor).neg_()
     if grad_log_prob is not None:
         grad.scatter_add_(1, row[:, None], (grad_log_prob * mine)[:, None])
-    return grad
+    return grad.div_(temperature)
 
 
 def _local_statistics(
@@ -198,8 +202,13 @@ def _local_statistics(
     """
     peaks, sums = [], []
     for rows in row_slices(x.shape[0], w.shape[0]):
-        z = _matmul(x[rows], w.T).div_(temperature)  # [rows, vocab/tp]
-        peak = z.amax(1)
+        z = _matmul(x[rows], w.T)  # [rows, vocab/tp]
+        if has_kernels(z):
+            peak, found = logit_statistics(z, 1.0 / temperature, row[rows], mine[rows])
+            peaks.append(peak)
+            sums.append(found)
+            continue
+        peak = z.div_(temperature).amax(1)
         z -= peak[:, None]
         target = z.gather(1, row[rows, None])[:, 0] * mine[rows]
         e = z.exp()

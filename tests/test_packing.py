@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hybridflow.packing import Cut, MicroBatching, by_rows, by_tokens, split_rows
+from hybridflow.packing import Cut, MicroBatching, SharedPrompt, by_rows, by_tokens, shared_tokens, split_rows
 from hybridflow.parallel.arithmetic import ceil_div, round_up
 
 
@@ -114,6 +114,50 @@ def test_micro_batches_are_of_rows_or_of_tokens():
     for wrong in ({}, {"rows": 1, "tokens": 1}):
         with pytest.raises(ValueError, match="one of the two"):
             MicroBatching(**wrong)
+
+
+def shared_cut(lengths, groups, prompt, dp, budget, multiple_of=1):
+    prompts = [SharedPrompt(group, prompt) for group in groups]
+    cut = MicroBatching(tokens=budget).cut(lengths, dp, multiple_of, prompts=prompts)
+    filled = [[shared_tokens(rows, lengths, prompts) for rows in replica] for replica in cut]
+    assert sorted(row for replica in cut for rows in replica for row in rows) == list(range(len(lengths)))
+    assert len({len(replica) for replica in cut}) == 1
+    assert all(tokens <= budget - budget % multiple_of for replica in filled for tokens in replica)
+    return cut, filled
+
+
+def test_rows_that_share_a_prompt_count_it_once_and_go_together():
+    cut, filled = shared_cut([6, 6, 6], [0, 0, 0], 4, dp=1, budget=10)
+    assert cut == (((0, 1, 2),),) and filled == [[10]]
+    cut, filled = shared_cut([96] * 32, [row // 8 for row in range(32)], 32, dp=1, budget=2176)
+    assert filled == [[2176]]
+    cut, filled = shared_cut([96] * 32, [row // 8 for row in range(32)], 32, dp=2, budget=600)
+    assert filled == [[544, 544], [544, 544]]
+    assert all(len({row // 8 for row in rows}) == 1 for replica in cut for rows in replica)
+
+
+def test_a_group_is_cut_where_it_does_not_fit_or_replicas_would_wait():
+    cut, filled = shared_cut([20] * 8, [0] * 8, 4, dp=2, budget=100)
+    assert filled == [[68], [68]]  # half of the group on each
+    cut, filled = shared_cut([20] * 8, [0] * 8, 4, dp=1, budget=40)
+    assert len(cut[0]) == 4 and filled == [[36] * 4]
+
+
+def test_shared_prompts_take_no_more_than_prompts_of_their_own():
+    draw = random.Random(3)
+    for _ in range(30):
+        groups = [draw.randrange(5) for _ in range(24)]
+        lengths = [12 + draw.randrange(30) for _ in groups]
+        dp = draw.choice((1, 2, 3))
+        cut, filled = shared_cut(lengths, groups, 12, dp, budget=64, multiple_of=2)
+        alone = MicroBatching(tokens=64).cut(lengths, dp, 2)
+        assert len(cut[0]) <= len(alone[0])
+        assert max(map(sum, filled)) <= max(sum(lengths[row] for rows in replica for row in rows) for replica in alone)
+
+
+def test_a_row_longer_than_the_budget_is_named_where_prompts_are_shared():
+    with pytest.raises(ValueError, match="row 1 has 9 tokens, more than train.micro_batch_tokens 8"):
+        shared_cut([5, 9], [0, 0], 4, dp=1, budget=8)
 
 
 # --- units of rows ----------------------------------------------------------------------------------------------------

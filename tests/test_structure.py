@@ -19,7 +19,8 @@ from hybridflow.rewards.function import ReasoningScoring
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"kernels": "kernels", "parallel": "parallel", "hybridflow": "hybridflow"}
 MAY_IMPORT = {"kernels": {"kernels"}, "parallel": {"kernels", "parallel"}}
-UNSAFE = {"eval", "exec", "pickle.load", "pickle.loads", "torch.load", "yaml.load"}
+UNSAFE = {"eval", "exec", "compile", "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads",
+          "torch.load", "yaml.load", "yaml.unsafe_load", "sympify", "parse_expr", "__import__"}
 
 
 def sources(folder: str) -> list[Path]:
@@ -75,6 +76,14 @@ def test_nothing_runs_text_as_code_or_reads_pickles():
             calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text()))
                      if isinstance(node, ast.Call)}
             assert not calls & UNSAFE, f"{path} calls {calls & UNSAFE}"
+
+
+def test_what_a_reward_replies_is_never_unpickled():
+    """Calls go to a worker as pickles; replies come as JSON, since a function could write what it likes."""
+    for path in sources("hybridflow/rewards"):
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        assert path.name == "worker.py" or not {call for call in calls if call.endswith("connection.recv")}, path
+    assert "json.loads" in (ROOT / "hybridflow" / "rewards" / "process.py").read_text()
 
 
 def test_no_global_statements():

@@ -98,10 +98,11 @@ def prompts(cell: Cell, number: int) -> list[list[int]]:
     return torch.randint(cell.config.vocab_size, (cell.batch, PROMPT_TOKENS), generator=draw).tolist()
 
 
-def write_model(config: ModelConfig, folder: Path, precision: Precision, seed: int = 0) -> None:
+def write_model(config: ModelConfig, folder: Path, precision: Precision, seed: int = 0,
+                head: Head = Head.LANGUAGE_MODEL) -> None:
     """A Hugging Face folder of random weights; those of bf16 are those of fp32, rounded."""
     world, grid = World.single(torch.device("cpu")), Grid.of(Layout())
-    shard_map = decoder_shard_map(config, grid, Head.LANGUAGE_MODEL)
+    shard_map = decoder_shard_map(config, grid, head)
     storages = storages_of(shard_map)
     init_weights(storages, shard_map, world.rank, seed, config)
     export_hf(folder, replace(config, file_dtype=precision.dtype), shard_map, storages, world, dtype=precision.dtype)

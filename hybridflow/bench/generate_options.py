@@ -56,22 +56,23 @@ def add_arguments(parser: argparse.ArgumentParser, environment: Mapping[str, str
     """The options of `bench generate`."""
     default = Options(vllm_python=environment.get(VLLM_PYTHON))
     add = parser.add_argument
-    add("--models", type=_some(MODELS), default=default.models, metavar="A,B", help=f"of {', '.join(MODELS)}")
-    add("--dtypes", type=_some(DTYPES), default=default.dtypes, metavar="A,B", help=f"of {', '.join(DTYPES)}")
+    add("--models", type=some(MODELS), default=default.models, metavar="A,B", help=f"of {', '.join(MODELS)}")
+    add("--dtypes", type=some(DTYPES), default=default.dtypes, metavar="A,B", help=f"of {', '.join(DTYPES)}")
     add("--batches", type=_counts, default=default.batches, metavar="N,N", help="prompts at once (default 1,8,32,64)")
-    add("--peers", type=_some(PEERS), default=default.peers, metavar="A,B",
+    add("--peers", type=some(PEERS), default=default.peers, metavar="A,B",
         help=f"of {', '.join(PEERS)}: transformers' generate, its continuous batching, vLLM")
-    add("--new-tokens", type=_count, default=default.new_tokens, metavar="N", help="after each prompt (default 128)")
-    add("--rounds", type=_count, default=default.rounds, metavar="N", help="of all contestants in turns (default 3)")
+    add("--new-tokens", type=count, default=default.new_tokens, metavar="N", help="after each prompt (default 128)")
+    add("--rounds", type=count, default=default.rounds, metavar="N", help="of all contestants in turns (default 3)")
     add("--seconds", type=float, default=default.seconds, metavar="S",
         help="after so many a contestant has no more rounds in a cell (default 4)")
-    add("--threads", type=_count, default=default.threads, metavar="N", help="of each contestant (default 2)")
+    add("--threads", type=count, default=default.threads, metavar="N", help="of each contestant (default 2)")
     add("--vllm-python", default=default.vllm_python, metavar="PATH",
         help=f"the interpreter of an environment that has vLLM (default: ${VLLM_PYTHON})")
     add("--json", type=Path, default=None, metavar="FILE", help="write all figures there")
 
 
-def _some(words: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+def some(words: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """The type of an option that takes several of `words`."""
     def read(text: str) -> tuple[str, ...]:
         chosen = tuple(filter(None, text.split(",")))
         wrong = [word for word in chosen if word not in words]
@@ -82,10 +83,11 @@ def _some(words: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(map(_count, text.split(",")))
+    return tuple(map(count, text.split(",")))
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """The type of an option that takes a number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)

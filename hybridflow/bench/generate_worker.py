@@ -1,4 +1,4 @@
-"""A contestant of `bench generate` in a process of its own: it loads a model and answers calls until its input ends.
+"""A contestant of a bench in a process of its own: it loads a model and answers calls until its input ends.
 
 Owns the worker's end of the pipe and the clocks around a call. Run as `python -m hybridflow.bench.generate_worker NAME
 FOLDER PRECISION THREADS`, in whichever environment has the contestant's library.
@@ -13,12 +13,16 @@ import sys
 import time
 from typing import Any, Protocol
 
-CLASSES = {
+CLASSES = {  # module of this package and class; `Contestant` is what those of `bench generate` have
     "ours": "generate_ours:Ours",
     "generate": "generate_transformers:Generate",
     "continuous": "generate_transformers:Continuous",
     "vllm": "generate_vllm:Vllm",
     "machine": "generate_floor:Machine",
+    "step ours grpo": "step_ours:Grpo",
+    "step ours ppo": "step_ours:Ppo",
+    "step trl grpo": "step_trl_grpo:Grpo",
+    "step trl ppo": "step_trl_ppo:Ppo",
 }
 
 

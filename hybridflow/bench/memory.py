@@ -86,7 +86,7 @@ def measure(world: World, kind: ScheduleKind, micro_batches: tuple[int, ...]) ->
 def _step(engine: TrainEngine, m: int) -> Held:
     batches, before = equal_rows(m, engine.mesh.device), engine.grads.reduced_bytes
     with LiveBytes() as live:
-        engine.train(batches, lambda out, columns: supervised_loss(out.log_probs, columns))
+        engine.train(batches, lambda out, columns, rows: supervised_loss(out.log_probs, columns))
     return Held(live.peak, engine.grads.reduced_bytes - before)
 
 

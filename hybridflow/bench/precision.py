@@ -167,7 +167,7 @@ def _bf16_sum(weights: Gradients, batches: Sequence[MicroBatch]) -> Gradients:
     engine = ForwardEngine(MODEL, _mesh(), Head.LANGUAGE_MODEL, EngineOptions(torch.bfloat16))
     _fill(engine, weights)
     for batch in batches:
-        _loss(engine.stage(batch.input_ids, batch), batch.columns)[0].backward()
+        _loss(engine.stage(batch.input_ids, batch), batch.columns, batch.rows(engine.mesh.cp))[0].backward()
     return {name: param.grad for name, param in engine.stage.named_parameters()}
 
 

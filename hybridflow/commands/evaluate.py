@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from hybridflow.commands.job import Job
-from hybridflow.config.model_schema import CriticConfig
+from hybridflow.config.algorithm_schema import CostConfig
+from hybridflow.config.model_schema import ModelsConfig
 from hybridflow.config.schema import Config
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.engines.interface import GenerationEngine
@@ -31,6 +32,7 @@ from hybridflow.trainer.engine_options import DTYPES
 from hybridflow.trainer.evaluate import Evaluator, answer_lines, make_evaluator
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.prompts import RunData, held_out_prompts, read_records, require_same_data
+from hybridflow.trainer.rewards.inputs import require_parts
 from hybridflow.trainer.rollout import Rollout, begin
 
 
@@ -58,11 +60,20 @@ class LoadedModel:
 def prepare(config: Config) -> Job:
     """Read everything that the config names; the job then asks and scores, on all launched ranks."""
     records = read_records(config)
-    inputs = Inputs.read(replace(config, model=replace(config.model, critic=CriticConfig())))  # nobody asks a critic
+    inputs = Inputs.read(_without_learners(config))
+    require_parts(inputs.rewards, (record.data_source for record in records.test))
     held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     if not held_out:
         raise ValueError("all held-out prompts are too long; set data.max_prompt_length higher")
     return partial(_run, inputs, records, held_out)
+
+
+def _without_learners(config: Config) -> Config:
+    """Nobody asks a critic, or what answers cost."""
+    default = ModelsConfig()
+    model = replace(config.model, critic=default.critic, cost_critic=default.cost_critic,
+                    cost_model=default.cost_model)
+    return replace(config, model=model, cost=CostConfig())
 
 
 def _run(inputs: Inputs, records: RunData, held_out: tuple[TokenisedPrompt, ...]) -> None:

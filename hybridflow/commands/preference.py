@@ -17,6 +17,7 @@ from hybridflow.parallel.world import World
 from hybridflow.trainer.inputs import Inputs
 from hybridflow.trainer.preference import PreferenceTrainer
 from hybridflow.trainer.preference_data import held_out_prompts, read_preferences
+from hybridflow.trainer.rewards.inputs import require_parts
 
 Tokenise = Callable[[Inputs, Sequence[TextRow]], ExampleRows]
 MakeTrainer = Callable[[Inputs, World, Sequence[Any], ExampleRows], PreferenceTrainer]
@@ -33,6 +34,7 @@ def prepare_preference(config: Config, command: Command, title: str, tokenise: T
     head = Head.SCORE if command is Command.REWARD_MODEL else Head.LANGUAGE_MODEL
     answers = answers_held_out(config, command)
     inputs = Inputs.read(config, scores=answers, head=head)
+    require_parts(inputs.rewards, (record.data_source for record in split.prompts))
     rows = tokenise(inputs, split.train)
     held_out = _held_out(config, tokenise(inputs, split.test)) if split.test else ()
     loader = PreferenceLoader(rows, config.train.global_batch_size, config.train.seed, config.data.shuffle)

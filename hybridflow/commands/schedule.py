@@ -16,18 +16,21 @@ from hybridflow.config.batch_math import BatchMath
 from hybridflow.config.command import Command
 from hybridflow.config.faults import require_none
 from hybridflow.config.layouts import (
+    parsed_ranks,
     ranks_of_replica,
     token_multiple,
     used_roles,
     written_generation_layout,
+    written_generation_ranks,
     written_layout,
+    written_ranks,
 )
 from hybridflow.config.load import read_tree, typed
 from hybridflow.config.preference_schema import PreferenceConfig
 from hybridflow.config.schema import Config, SftConfig
 from hybridflow.config.unread import unread_keys
 from hybridflow.config.validate import validate
-from hybridflow.parallel.arithmetic import ceil_div
+from hybridflow.parallel.arithmetic import ceil_div, round_up
 from hybridflow.parallel.schedules.builders import ScheduleKind
 from hybridflow.parallel.schedules.chunks import Chunks
 
@@ -149,13 +152,19 @@ def _written_for(config: Config) -> Command:
 
 
 def _least_world(config: Config, command: Command) -> int:
-    """The fewest ranks that all layouts fit on; exactly those of train.layout where it gives dp."""
+    """The fewest ranks that all placements name and all layouts without one fit on; exactly those of train.layout where
+    it gives dp.
+    """
     train = config.train.layout
-    if train.dp is not None:
+    if train.dp is not None and config.placement.actor is None:
         return max(1, ranks_of_replica(train) * train.dp)
-    replicas = [ranks_of_replica(written_layout(config, role)) for role in used_roles(config, command)]
-    generating = ranks_of_replica(written_generation_layout(config))
-    return lcm(*(max(1, ranks) for ranks in (*replicas, generating)))
+    replicas = [ranks_of_replica(written_layout(config, role)) for role in used_roles(config, command)
+                if written_ranks(config, role) is None]
+    if written_generation_ranks(config) is None:
+        replicas.append(ranks_of_replica(written_generation_layout(config)))
+    named = [ranks[-1] + 1 for text in vars(config.placement).values()
+             if text is not None and (ranks := parsed_ranks(str(text)))]
+    return round_up(max(named, default=1), lcm(*(max(1, ranks) for ranks in replicas)))
 
 
 def _most_micro_batches(config: Config, world_size: int) -> int:

@@ -13,6 +13,7 @@ from hybridflow.data.records import prompt_text
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.trainer.inputs import Inputs, chat_format
 from hybridflow.trainer.prompts import RunData, held_out_prompts, read_records, training_pairs
+from hybridflow.trainer.rewards.inputs import require_parts
 from hybridflow.trainer.supervised import SupervisedTrainer
 
 
@@ -20,6 +21,7 @@ def prepare(config: Config) -> Job:
     """Read everything that the config names; the job then trains, evaluates and exports, on all launched ranks."""
     records = read_records(config)
     inputs = Inputs.read(config, _new_tokenizer(config, records), scores=config.evaluation.every_steps is not None)
+    require_parts(inputs.rewards, (record.data_source for record in records.test))
     vocab_size = inputs.model.vocab_size
     loader = training_pairs(config, records, inputs.tokenizer, vocab_size)
     return partial(run_course, Course(

@@ -25,6 +25,7 @@ from hybridflow.trainer.prompts import (
     training_pairs,
     training_prompts,
 )
+from hybridflow.trainer.rewards.inputs import require_parts
 from hybridflow.trainer.rl import RLTrainer
 from hybridflow.trainer.run import Run, RunParts
 
@@ -34,6 +35,7 @@ def prepare(config: Config) -> Job:
     config = with_recipe(config)
     records = read_records(config)
     inputs = Inputs.read(config)
+    require_parts(inputs.rewards, (record.data_source for record in (*records.train, *records.test)))
     loader = training_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     return partial(_run, inputs, records, loader, held_out, _pretraining(config, records, inputs))

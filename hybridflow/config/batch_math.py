@@ -21,6 +21,7 @@ from hybridflow.config.layouts import (
     used_roles,
 )
 from hybridflow.config.model_schema import LayoutConfig
+from hybridflow.config.reward_rules import classifiers
 from hybridflow.config.schema import Config
 from hybridflow.packing import MicroBatching
 from hybridflow.parallel.arithmetic import ceil_div
@@ -163,6 +164,9 @@ def layout_table(config: Config, world_size: int, command: Command = Command.TRA
         if role is Role.ACTOR and answers:
             rows.append(_row("actor, generating", generation_ranks(config, world_size),
                              generation_layout(config, world_size), "-", "generation.layout"))
+    if answers and (number := len(classifiers(config))):
+        at_once = f"{config.model.reward_model.micro_batch_size} rows"
+        rows.append((counted(number, "text classifier"), "all", *"----", "-", at_once, "whole on each rank"))
     return aligned(rows)
 
 

@@ -38,14 +38,14 @@ BOUNDS = (
          "generation.kv_cache_mb", "generation.max_staleness",
          "generation.reshard_bucket_mb", "algorithm.constant_length", "data.size",
          "data.prompts_per_step", "data.max_prompt_length", "data.shuffle_buffer", "evaluation.every_steps",
-         "tools.max_observation_tokens",
-         "evaluation.prompts", "checkpoint.export_every_steps", "sft.steps", "logging.trace_step", "preference.steps"),
+         "evaluation.prompts", "checkpoint.export_every_steps", "sft.steps", "logging.trace_step", "preference.steps",
+         "reward.memory_mb", "tools.max_observation_tokens", "reward.workers", "model.reward_model.micro_batch_size"),
         lambda n: n >= 1, "must be at least 1", "choose 1 or more",
     ),
     Bound(
         ("train.seed", "train.optimizer.warmup_steps", "train.critic_optimizer.warmup_steps", "generation.top_k",
          "generation.min_new_tokens", "algorithm.resample_rounds", "algorithm.overlong_buffer", "evaluation.top_k",
-         "data.test_size", "logging.samples", "train.max_nonfinite_steps"),
+         "data.test_size", "logging.samples", "train.max_nonfinite_steps", "model.reward_model.label"),
         lambda n: n >= 0, "must not be negative", "choose 0 or more",
     ),
     Bound(

@@ -1,12 +1,15 @@
-"""Rules of the data and the evaluation block, between keys. Pure, as `validate`, which asks for them."""
+"""Rules of the data and the evaluation block, between keys. As pure as `validate`, which asks for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from hybridflow.config.command import Command
+from hybridflow.config.data_schema import trains_on_files
 from hybridflow.config.faults import Fault
 from hybridflow.config.layouts import Role, layout_key, ranks_of_replica, written_layout
+from hybridflow.config.reward_rules import scored_on_a_mesh
+from hybridflow.config.reward_schema import asks_task_scorers
 from hybridflow.config.schema import Config
 from hybridflow.config.words import DataSource
 
@@ -66,7 +69,7 @@ def _mixture(config: Config, command: Command) -> Iterator[Fault]:
                 yield Fault(f"{key}.{name}", value, "has no effect without a task", "remove it")
     if command.asks_held_out and not data.test_files and not data.test_tasks:
         yield Fault("data.test_files", [], "there are no held-out prompts to answer", "name a file, or data.test_tasks")
-    if any(source.files for source in data.mixture):
+    if trains_on_files(data):
         yield from _judged(config, command)
 
 
@@ -78,10 +81,10 @@ def _weights(weights: dict[str, float]) -> Iterator[Fault]:
 
 def _judged(config: Config, command: Command) -> Iterator[Fault]:
     """Tasks have scorers of their own, files have none."""
-    judged = config.reward.function is not None or config.model.reward_model.path is not None
+    judged = bool(config.reward.mixture) or not asks_task_scorers(config.reward, config.model.reward_model)
     if command in (Command.TRAIN, Command.EVALUATE) and not judged:
         yield Fault("reward.function", None, "nothing judges prompts from files",
-                    "give file.py:function, or model.reward_model.path")
+                    "give file.py:function, reward.mixture, or model.reward_model.path")
 
 
 def evaluation_faults(config: Config, command: Command, world_size: int) -> Iterator[Fault]:
@@ -90,7 +93,7 @@ def evaluation_faults(config: Config, command: Command, world_size: int) -> Iter
     if evaluation.samples_per_prompt > 1 and evaluation.temperature == 0 and command is not Command.GENERATE:
         yield Fault("evaluation.temperature", 0, f"is greedy, and all {evaluation.samples_per_prompt} answers to a "
                     "prompt would be the same", "choose e.g. 1.0, or evaluation.samples_per_prompt 1")
-    if command is not Command.EVALUATE or config.model.reward_model.path is None:
+    if command is not Command.EVALUATE or not scored_on_a_mesh(config):
         return
     replica = ranks_of_replica(written_layout(config, Role.REWARD))
     if replica < 1 or world_size % replica:

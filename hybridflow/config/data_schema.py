@@ -102,3 +102,20 @@ class EvaluationConfig:
     """As generation.min_p, in evaluation."""
     save_answers: bool = False
     """Append every answer with its reward to evaluations.jsonl in logging.dir."""
+
+
+def task_names(data: DataConfig) -> tuple[str, ...]:
+    """The reasoning-gym tasks that prompts are made of, to train on and held out."""
+    tested = tuple(task.name for task in data.test_tasks)
+    if data.source is DataSource.REASONING_GYM:
+        return (*(task.name for task in data.tasks), *tested)
+    if data.source is DataSource.MIXTURE:
+        return (*(source.task for source in data.mixture if source.task is not None), *tested)
+    return ()
+
+
+def trains_on_files(data: DataConfig) -> bool:
+    """Whether training prompts come from files, which have data sources of their own."""
+    if data.source is DataSource.MIXTURE:
+        return any(source.files for source in data.mixture)
+    return data.source is not DataSource.REASONING_GYM

@@ -15,7 +15,11 @@ from typing import Any
 from hybridflow.config.faults import shown
 from hybridflow.config.hints import block_of, field_types
 from hybridflow.config.model_schema import LayoutConfig
+from hybridflow.config.reward_schema import OnFaultConfig
 from hybridflow.config.schema import Config
+
+# Blocks whose keys are shown where they have defaults, under train.layout and reward.on_fault.
+SHOWN_ONCE = (LayoutConfig, OnFaultConfig)
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ def key_lines(cls: type = Config, prefix: str = "") -> Iterator[KeyLine]:
         key, block = f"{prefix}{field.name}", block_of(types[field.name])
         default = default_of(field)
         yield KeyLine(key, "" if is_dataclass(default) else shown(default), meanings[field.name])
-        if block is not None and not (block is LayoutConfig and default is None):  # its keys are under train.layout
+        if block is not None and not (block in SHOWN_ONCE and default is None):
             yield from key_lines(block, f"{key}[]." if isinstance(default, list) else f"{key}.")
 
 

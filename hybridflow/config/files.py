@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault
+from hybridflow.config.reward_schema import reward_functions, reward_models
 from hybridflow.config.schema import Config
 from hybridflow.config.tools_schema import ToolsConfig
 
@@ -26,9 +27,9 @@ def missing_files(config: Config, command: Command) -> list[Fault]:
         faults += _data(config)
     faults += _template(config.data.chat_template)
     if command.scores:
-        faults += _reward_function(config.reward.function)
-    if command in (Command.TRAIN, Command.API):
-        faults += _reward_function(config.cost.function, "cost.function")
+        faults += _reward_functions(config)
+    if command in (Command.TRAIN, Command.API) and config.cost.function is not None:
+        faults += _function("cost.function", config.cost.function)
     if command in (Command.TRAIN, Command.API):
         faults += _algorithm_functions(config)
     if command in (Command.TRAIN, Command.API, Command.EVALUATE):
@@ -44,13 +45,13 @@ def _run_folder(folder: str) -> Iterator[Fault]:
 
 
 def _models(config: Config, command: Command) -> Iterator[Fault]:
-    named = {"model.path": config.model.path}
+    named: dict[str, str | None] = {"model.path": config.model.path}
     if command in (Command.TRAIN, Command.API):
         named["model.critic.path"] = config.model.critic.path
         named["model.cost_critic.path"] = config.model.cost_critic.path
         named["model.cost_model.path"] = config.model.cost_model.path
     if command.scores:
-        named["model.reward_model.path"] = config.model.reward_model.path
+        named |= reward_models(config.reward, config.model.reward_model)
     for key, path in named.items():
         if path is not None and not (Path(path) / "config.json").is_file():
             yield Fault(key, path, "is no folder with a config.json in it",
@@ -98,10 +99,13 @@ def _template(path: str | None) -> Iterator[Fault]:
         yield Fault("data.chat_template", path, "no such file", "give a file with a Jinja chat template")
 
 
-def _reward_function(function: str | None, key: str = "reward.function") -> Iterator[Fault]:
+def _reward_functions(config: Config) -> Iterator[Fault]:
+    for key, function in reward_functions(config.reward).items():
+        yield from _function(key, function)
+
+
+def _function(key: str, function: str) -> Iterator[Fault]:
     """The last colon parts file from function, so that a path may hold colons too."""
-    if function is None:
-        return
     file, _, name = function.rpartition(":")
     if not file or not name.isidentifier():
         yield Fault(key, function, "is not file.py:function", "write e.g. rewards/maths.py:score")

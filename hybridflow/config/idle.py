@@ -11,8 +11,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from hybridflow.algorithms.registry import Need
 from hybridflow.config.bounds import value_at
 from hybridflow.config.command import Command
+from hybridflow.config.data_schema import task_names, trains_on_files
 from hybridflow.config.faults import Fault
 from hybridflow.config.recipe import kl_where_of, loss_entry, needs_of, reads_option, with_recipe
+from hybridflow.config.reward_schema import asks_task_scorers, reward_models
 from hybridflow.config.schema import Config
 from hybridflow.config.words import (
     CorrectionHow,
@@ -38,6 +40,17 @@ class Idle:
     because: str
     choice: str
     but_in: tuple[Command, ...] = ()
+
+
+def _the_tasks_alone_score(config: Config) -> bool:
+    return asks_task_scorers(config.reward, config.model.reward_model) and not config.reward.mixture
+
+
+def _only_models_score(config: Config) -> bool:
+    """No function runs."""
+    if config.reward.mixture:
+        return all(part.model is not None for part in config.reward.mixture)
+    return config.model.reward_model.path is not None
 
 
 IDLE = (
@@ -90,12 +103,26 @@ IDLE = (
          "has no effect without a cost model", "give model.cost_model.path"),
     Idle(lambda c: c.algorithm.safe.pretrain_coef == 0, ("algorithm.safe.pretrain_batch_size",),
          "has no effect without a pretraining loss", "give algorithm.safe.pretrain_coef"),
-    Idle(lambda c: c.model.reward_model.path is None, ("model.reward_model.layout", "placement.reward"),
+    Idle(lambda c: not reward_models(c.reward, c.model.reward_model),
+         ("model.reward_model.layout", "placement.reward", "model.reward_model.label",
+          "model.reward_model.pair", "model.reward_model.dtype", "model.reward_model.micro_batch_size"),
          "has no effect without a reward model", "give model.reward_model.path"),
-    Idle(lambda c: c.model.reward_model.path is not None, ("reward",),
+    Idle(lambda c: c.model.reward_model.path is not None,
+         ("reward.function", "reward.batched", "reward.reasoning_gym", "reward.mixture"),
          "has no effect with a reward model", "remove it, or model.reward_model.path"),
+    Idle(_only_models_score,
+         ("reward.timeout_s", "reward.memory_mb", "reward.workers", "reward.on_fault.raised",
+          "reward.on_fault.timed_out", "reward.on_fault.wrong_type", "reward.on_fault.crashed",
+          "reward.on_fault.out_of_memory"),
+         "has no effect where reward models alone score", "remove it"),
     Idle(lambda c: c.reward.function is not None, ("reward.reasoning_gym",),
          "has no effect with a reward function", "remove it, or reward.function"),
+    Idle(lambda c: bool(c.reward.mixture), ("reward.function", "reward.batched", "reward.reasoning_gym"),
+         "has no effect with a mixture", "remove it, and let a part of reward.mixture have it"),
+    Idle(_the_tasks_alone_score, ("reward.batched",),
+         "has no effect without a reward function", "give reward.function"),
+    Idle(lambda c: bool(c.reward.mixture) and all(part.on_fault for part in c.reward.mixture), ("reward.on_fault",),
+         "has no effect where each part of the mixture has its own", "remove it, or on_fault of a part"),
     Idle(lambda c: c.data.source is DataSource.REASONING_GYM, ("data.train_files", "data.test_files"),
          "has no effect with reasoning_gym", "choose data.source jsonl or parquet"),
     Idle(lambda c: c.data.source in (DataSource.JSONL, DataSource.PARQUET),
@@ -106,12 +133,12 @@ IDLE = (
          "has no effect with a mixture", "name files and tasks in data.mixture"),
     Idle(lambda c: c.data.source is DataSource.MIXTURE and not c.data.test_tasks, ("data.test_size",),
          "has no effect in a mixture without data.test_tasks", "name data.test_tasks, or remove it"),
-    Idle(lambda c: c.data.source is DataSource.MIXTURE and not _names_tasks(c),
+    Idle(lambda c: c.data.source is DataSource.MIXTURE and not task_names(c.data),
          ("data.prompt_template", "reward.reasoning_gym"),
          "has no effect in a mixture of files alone", "remove it, or name a task"),
     Idle(lambda c: c.data.source is not DataSource.MIXTURE, ("data.mixture",),
          "has no effect with this source", "choose data.source mixture"),
-    Idle(lambda c: not _trains_on_files(c), ("data.streaming",),
+    Idle(lambda c: not trains_on_files(c.data), ("data.streaming",),
          "has no effect without files of training prompts", "remove it"),
     Idle(lambda c: not (c.data.streaming and c.data.shuffle), ("data.shuffle_buffer",),
          "has no effect where rows are not streamed and shuffled", "choose data.streaming true and data.shuffle true"),
@@ -139,17 +166,6 @@ IDLE = (
          ("train.loss_scale", "train.loss_scale_window"),
          "has no effect in a precision that needs no loss scaling", "remove it, or choose train.mixed_precision fp16"),
 )
-
-
-def _trains_on_files(config: Config) -> bool:
-    data = config.data
-    if data.source is DataSource.MIXTURE:
-        return any(source.files for source in data.mixture)
-    return data.source is not DataSource.REASONING_GYM
-
-
-def _names_tasks(config: Config) -> bool:
-    return bool(config.data.test_tasks) or any(source.task is not None for source in config.data.mixture)
 
 
 def idle_keys(config: Config, command: Command = Command.TRAIN) -> Iterator[Fault]:

@@ -13,6 +13,8 @@ from hybridflow.algorithms.registry import Need
 from hybridflow.config.command import Command
 from hybridflow.config.model_schema import LayoutConfig
 from hybridflow.config.recipe import kl_where_of, needs_of
+from hybridflow.config.reward_rules import scored_on_a_mesh
+from hybridflow.config.reward_schema import asks_task_scorers
 from hybridflow.config.schema import Config
 from hybridflow.config.words import DataSource, KLWhere
 
@@ -33,10 +35,10 @@ LEARNING = (Role.ACTOR, Role.CRITIC, Role.COST_CRITIC)  # the others only score
 
 
 def roles(config: Config) -> tuple[Role, ...]:
-    """The roles that this config needs."""
+    """The roles that this config needs. A reward model that is no decoder of ours is none: it has no layout."""
     has_critic = Need.CRITIC in needs_of(config.algorithm)
     has_reference = kl_where_of(config.algorithm) is not KLWhere.NONE
-    has_reward = config.model.reward_model.path is not None
+    has_reward = scored_on_a_mesh(config)
     has_costs = Need.COST in needs_of(config.algorithm)
     needed = {Role.ACTOR: True, Role.CRITIC: has_critic, Role.REFERENCE: has_reference, Role.REWARD: has_reward,
               Role.COST: has_costs and config.model.cost_model.path is not None, Role.COST_CRITIC: has_costs}
@@ -50,9 +52,8 @@ def used_roles(config: Config, command: Command) -> tuple[Role, ...]:
     if command in (Command.TRAIN, Command.API):
         return roles(config)
     has_reference = command in (Command.DPO, Command.KTO)
-    judged = config.model.reward_model.path is not None and (command is Command.SFT or
-                                                             answers_held_out(config, command))
-    needed = {Role.ACTOR: True, Role.REFERENCE: has_reference, Role.REWARD: judged}
+    answered = command is Command.SFT or answers_held_out(config, command)
+    needed = {Role.ACTOR: True, Role.REFERENCE: has_reference, Role.REWARD: answered and scored_on_a_mesh(config)}
     return tuple(role for role in needed if needed[role])
 
 
@@ -62,7 +63,7 @@ def answers_held_out(config: Config, command: Command) -> bool:
     """
     if command is Command.REWARD_MODEL or config.evaluation.every_steps is None:
         return False
-    judged = config.reward.function is not None or config.model.reward_model.path is not None
+    judged = bool(config.reward.mixture) or not asks_task_scorers(config.reward, config.model.reward_model)
     return not command.prefers or judged or config.data.source is DataSource.REASONING_GYM
 
 

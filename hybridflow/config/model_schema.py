@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hybridflow.config.words import ModelFamily
+from hybridflow.config.words import MixedPrecision, ModelFamily
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,20 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """A sequence classifier with one output that scores whole rollouts."""
+    """A sequence classifier that scores whole rollouts: a decoder on a mesh, or any other whole on each rank."""
 
     path: str | None = None
-    """Hugging Face folder (a *ForSequenceClassification with one label). null: rewards come from the reward block."""
+    """Hugging Face folder of a *ForSequenceClassification (never downloaded). null: the reward block says."""
     layout: LayoutConfig | None = None
-    """The reward model's own layout. null: train.layout."""
+    """The layout of a decoder (llama, qwen2, qwen3). null: train.layout."""
+    label: int | None = None
+    """Label whose logit is the score, from 0 (no decoders). null: the only one."""
+    pair: bool = False
+    """Give prompt and response as the two texts of a pair, not as one or by the chat template (no decoders)."""
+    dtype: MixedPrecision | None = None
+    """Precision: "no" (fp32) | bf16 | fp16 | fp64 (no decoders). null: train.mixed_precision."""
+    micro_batch_size: int = 8
+    """Rows that one rank scores at once, of like lengths (no decoders). Memory and speed only."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Every key of a configuration: its type, its default and, in the line under it, what it does.
 
-Owns the dataclasses; the `model` block and the layouts are in `model_schema`, the `algorithm` block in
-`algorithm_schema`, data and evaluation in `data_schema`, the blocks `preference` and `tools` in `preference_schema` and
+Owns the dataclasses; the `model` block and the layouts are in `model_schema`, `algorithm` in `algorithm_schema`, `data`
+and `evaluation` in `data_schema`, `preference` in `preference_schema`, `reward` in `reward_schema`, `tools` in
 `tools_schema`, the words that a key may hold in `words`. It checks nothing beyond types (`validate` does) and derives
 nothing (`layouts`, `batch_math` and `recipe` do). A YAML file names only what differs from here. `describe` makes the
 table of keys from the lines under them.
@@ -15,13 +15,13 @@ from hybridflow.config.algorithm_schema import AlgorithmConfig, CostConfig
 from hybridflow.config.data_schema import DataConfig, EvaluationConfig
 from hybridflow.config.model_schema import LayoutConfig, ModelsConfig, PlacementConfig
 from hybridflow.config.preference_schema import PreferenceConfig
+from hybridflow.config.reward_schema import RewardConfig
 from hybridflow.config.tools_schema import ToolsConfig
 from hybridflow.config.words import (
     Decay,
     EngineName,
     GenerationBalance,
     GenerationWeights,
-    GymScoring,
     MixedPrecision,
     Overlap,
     Recompute,
@@ -200,18 +200,6 @@ class GenerationConfig:
     """shared (with training) | packed (a copy; train.offload.roles needs it). null: packed in fp32 or fp64 on a CPU."""
     reshard_check: ReshardCheck = ReshardCheck.SAMPLED
     """Compare checksums after weights moved: all (of every tensor) | sampled (of a sixteenth, in turn) | off."""
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    """Where rewards come from when there is no reward model."""
-
-    function: str | None = None
-    """file.py:function, called with (data_source, solution_str, ground_truth, extra_info). null: the task's scorer."""
-    reasoning_gym: GymScoring = GymScoring.EXACT
-    """Score of a reasoning-gym answer: exact (1 or 0) | partial (the task's own part credit)."""
-    timeout_s: float = 10.0
-    """Longest time for one row's reward; a row that takes longer is counted as timed out and not trained."""
 
 
 @dataclass(frozen=True)

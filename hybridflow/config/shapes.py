@@ -7,7 +7,8 @@ of a config that has no other fault.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridflow.config.command import Command
@@ -24,11 +25,14 @@ from hybridflow.config.layouts import (
     written_layout,
 )
 from hybridflow.config.model_schema import LayoutConfig, ModelSpec
+from hybridflow.config.reward_rules import is_decoder_folder, reward_model_faults
+from hybridflow.config.reward_schema import reward_models
 from hybridflow.config.schema import Config
 
 if TYPE_CHECKING:
     from hybridflow.models.config import ModelConfig
 
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 LARGE_VOCABULARY = 1 << 20  # stands for a size that only the tokenizer knows
 
 
@@ -37,49 +41,60 @@ def shape_faults(config: Config, world_size: int, command: Command) -> list[Faul
     does not fit its layout.
     """
     faults: list[Fault] = []
-    models: dict[Role, ModelConfig] = {}
-    for role in used_roles(config, command):
-        key, path = _start(config, role)
+    starts: list[Start] = []
+    for role, key, path in _starts(config, command):
         try:
-            models[role] = _decoder(path, config.model.spec)
+            starts.append(Start(role, key, path, _decoder(path, config.model.spec)))
         except ValueError as error:
             faults.append(Fault(key, path, str(error)))
-    for role, model in models.items():
-        faults += _layout_faults(config, world_size, command, role, model)
-        faults += _length_faults(config, command, role, model)
-        if Role.ACTOR in models:
-            faults += _vocabulary_faults(config, role, model, models[Role.ACTOR])
-    if Role.ACTOR in models and command in (Command.TRAIN, Command.API):
-        faults += _invariance_faults(config, models[Role.ACTOR])
-    learning = {role: model.num_layers for role, model in models.items() if role in LEARNING}
+    actor = next((start.model for start in starts if start.role is Role.ACTOR), None)
+    for start in starts:
+        faults += _layout_faults(config, world_size, command, start)
+        if start.role is Role.REWARD and has_tokenizer(start.path):
+            continue  # it may read the text in tokens of its own, fewer or more of them
+        faults += _length_faults(config, command, start)
+        if actor is not None:
+            faults += _vocabulary_faults(start, actor)
+    if command.scores:
+        faults += reward_model_faults(config)
+    if actor is not None and command in (Command.TRAIN, Command.API):
+        faults += _invariance_faults(config, actor)
+    learning = {start.role: start.model.num_layers for start in starts if start.role in LEARNING}
     if not faults and command.trains:
         faults += recompute_faults(config, learning)
     return list({str(fault): fault for fault in faults}.values())  # roles share folders and layouts
 
 
-def _layout_faults(config: Config, world_size: int, command: Command, role: Role,
-                   model: ModelConfig) -> Iterator[Fault]:
-    layouts = {}
+@dataclass(frozen=True)
+class Start:
+    """A model of a role, the folder that its weights come from (None: model.spec), and the key that says so."""
+
+    role: Role
+    key: str
+    path: str | None
+    model: ModelConfig
+
+
+def _layout_faults(config: Config, world_size: int, command: Command, start: Start) -> Iterator[Fault]:
+    layouts, role = {}, start.role
     if not command.answers:
         layouts[layout_key(config, role)] = role_layout(config, role, world_size)
     if role is Role.ACTOR and command is not Command.EXPORT:
         layouts["generation.layout"] = generation_layout(config, world_size)
-    key, _ = _start(config, role)
     for place, layout in layouts.items():
-        for reason in _misfits(model, layout):
-            yield Fault(place, _degrees(layout), f"{key}: {reason}")
+        for reason in _misfits(start.model, layout):
+            yield Fault(place, _degrees(layout), f"{start.key}: {reason}")
 
 
-def _length_faults(config: Config, command: Command, role: Role, model: ModelConfig) -> Iterator[Fault]:
+def _length_faults(config: Config, command: Command, start: Start) -> Iterator[Fault]:
     """Positions for the longest prompt and response; for a response alone where prompts are the caller's."""
     parts = {"data.max_prompt_length": config.data.max_prompt_length,
              "generation.max_new_tokens": config.generation.max_new_tokens}
     if command in (Command.API, Command.COMPLETE):
         parts.pop("data.max_prompt_length")
-    longest = sum(parts.values())
+    longest, key, path, model = sum(parts.values()), start.key, start.path, start.model
     if command is Command.EXPORT or longest <= model.max_position_embeddings:
         return
-    key, path = _start(config, role)
     rule = f"is below {' + '.join(f'{name} {length}' for name, length in parts.items())}"
     if path is None:
         yield Fault(f"{key}.max_position_embeddings", model.max_position_embeddings, rule, f"choose {longest} or more")
@@ -88,11 +103,10 @@ def _length_faults(config: Config, command: Command, role: Role, model: ModelCon
                     f"choose {'lower ones' if len(parts) > 1 else 'a lower one'}")
 
 
-def _vocabulary_faults(config: Config, role: Role, model: ModelConfig, actor: ModelConfig) -> Iterator[Fault]:
+def _vocabulary_faults(start: Start, actor: ModelConfig) -> Iterator[Fault]:
     """Critic and reward model read what the actor says."""
-    key, path = _start(config, role)
-    if model.vocab_size < actor.vocab_size != LARGE_VOCABULARY:
-        yield Fault(key, path, f"its vocabulary of {model.vocab_size} is smaller than the actor's of "
+    if start.model.vocab_size < actor.vocab_size != LARGE_VOCABULARY:
+        yield Fault(start.key, start.path, f"its vocabulary of {start.model.vocab_size} is smaller than the actor's of "
                     f"{actor.vocab_size}, whose tokens it has to read", "choose a model with the actor's tokenizer")
 
 
@@ -134,17 +148,29 @@ def spec_decoder(spec: ModelSpec, vocab_size: int) -> ModelConfig:
     )
 
 
-def _start(config: Config, role: Role) -> tuple[str, str | None]:
-    """The key and the folder that a role's weights come from; the actor's where it has none of its own."""
-    if role is Role.CRITIC and config.model.critic.path is not None:
-        return "model.critic.path", config.model.critic.path
-    if role is Role.COST_CRITIC and config.model.cost_critic.path is not None:
-        return "model.cost_critic.path", config.model.cost_critic.path
-    if role is Role.REWARD:
-        return "model.reward_model.path", config.model.reward_model.path
-    if role is Role.COST:
-        return "model.cost_model.path", config.model.cost_model.path
-    return ("model.spec", None) if config.model.path is None else ("model.path", config.model.path)
+def _starts(config: Config, command: Command) -> Iterator[tuple[Role, str, str | None]]:
+    """The key and the folder that each role's weights come from; the actor's where it has none of its own. Reward
+    models that are no decoders of ours are left out: they have no layout.
+    """
+    models = reward_models(config.reward, config.model.reward_model)
+    for role in used_roles(config, command):
+        if role is Role.REWARD:
+            yield from ((role, key, path) for key, path in models.items() if is_decoder_folder(path))
+        elif role is Role.CRITIC and config.model.critic.path is not None:
+            yield role, "model.critic.path", config.model.critic.path
+        elif role is Role.COST_CRITIC and config.model.cost_critic.path is not None:
+            yield role, "model.cost_critic.path", config.model.cost_critic.path
+        elif role is Role.COST:
+            yield role, "model.cost_model.path", config.model.cost_model.path
+        elif config.model.path is None:
+            yield role, "model.spec", None
+        else:
+            yield role, "model.path", config.model.path
+
+
+def has_tokenizer(path: str | None) -> bool:
+    """Whether a model's folder has a tokenizer of its own."""
+    return path is not None and any(Path(path, name).is_file() for name in TOKENIZER_FILES)
 
 
 def _decoder(path: str | None, spec: ModelSpec | None) -> ModelConfig:

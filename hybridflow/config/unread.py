@@ -13,6 +13,7 @@ from hybridflow.config.command import Command
 from hybridflow.config.faults import Fault
 from hybridflow.config.idle import Idle, faults_of
 from hybridflow.config.layouts import answers_held_out
+from hybridflow.config.reward_schema import asks_task_scorers, reward_models
 from hybridflow.config.schema import Config
 from hybridflow.config.words import DataSource, PreferenceLoss
 
@@ -31,7 +32,11 @@ def _starts_from_a_folder(config: Config) -> bool:
 
 def _judged_otherwise(config: Config) -> bool:
     """The scorers of the tasks are not asked."""
-    return config.reward.function is not None or config.model.reward_model.path is not None
+    return not asks_task_scorers(config.reward, config.model.reward_model)
+
+
+def _without_reward_models(config: Config) -> bool:
+    return not reward_models(config.reward, config.model.reward_model)
 
 
 def _answers_nothing(config: Config) -> bool:
@@ -88,7 +93,7 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
     Command.TRAIN: (Idle(_always, ("sft", "preference"), "has no effect in train", "remove it"),),
     Command.SFT: (
         Idle(_always, (*LEARNING, *ROLLING_OUT, "preference"), f"has no effect in sft, {GIVEN_ANSWERS}", "remove it"),
-        Idle(lambda c: c.model.reward_model.path is None,
+        Idle(_without_reward_models,
              ("train.forward_micro_batch_size", "train.forward_micro_batch_tokens"),
              "has no effect in sft without a reward model", "remove it"),
         Idle(_never_evaluated, ("reward", "model.reward_model"),
@@ -140,7 +145,7 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
         Idle(_always, (*LEARNING, *(key for key in TRAINING if "forward" not in key), *SAMPLING,
                        "generation.layout.within_node", "data.shuffle"),
              "has no effect in evaluate", "remove it"),
-        Idle(lambda c: c.model.reward_model.path is None,
+        Idle(_without_reward_models,
              ("train.layout", "train.forward_micro_batch_size", "train.forward_micro_batch_tokens"),
              "has no effect in evaluate without a reward model", "remove it"),
         NO_SPEC,

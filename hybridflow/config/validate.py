@@ -1,4 +1,5 @@
-"""What the values of a config must be to each other and to the number of ranks. Pure: reads no file and no device.
+"""What the values of a config must be to each other and to the number of ranks. Looks at no device, and at no file
+but for the kinds of reward models.
 
 `validate` returns every fault it finds and raises nothing. What one value may be by itself is in `bounds`, layouts are
 `layout_rules`', data and evaluation `data_rules`', keys that do nothing are in `idle` and `unread`; whether a model's
@@ -29,6 +30,7 @@ from hybridflow.config.layouts import (
 from hybridflow.config.model_schema import ModelSpec
 from hybridflow.config.placement_rules import placement_faults
 from hybridflow.config.recipe import choices_of_advantage, needs_of, resample_rounds_of
+from hybridflow.config.reward_rules import reward_faults
 from hybridflow.config.schema import Config
 from hybridflow.config.tool_rules import tool_faults
 from hybridflow.config.unread import unread_keys
@@ -67,6 +69,8 @@ def validate(config: Config, world_size: int, command: Command = Command.TRAIN) 
         faults += [*_schedule(config, command), *_precision(config), *_memory(config)]
     if command in (Command.TRAIN, Command.API, Command.EVALUATE):
         faults += [*tool_faults(config), *_function("tools.call", config.tools.call, tuple(BUILT_IN))]
+    if command.scores:
+        faults += reward_faults(config)
     if command is not Command.EXPORT:
         faults += [*_generation(config), *_invariance(config, command), *_vllm(config, command)]
     if command not in (Command.API, Command.COMPLETE, Command.EXPORT):

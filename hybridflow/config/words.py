@@ -141,6 +141,12 @@ class GymScoring(Enum):
     PARTIAL = "partial"
 
 
+class FaultAction(Enum):
+    DROP = "drop"
+    ZERO = "zero"
+    ERROR = "error"
+
+
 class WandbMode(Enum):
     OFFLINE = "offline"
     ONLINE = "online"

@@ -40,6 +40,11 @@ class Blueprint:
         """What the tokens of a micro-batch on one context rank must be a multiple of."""
         return self.grid.layout.tp if self.options.sequence_parallel else 1
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt that several rows of a micro-batch have is computed once for all of them."""
+        return self.options.share_prompts and self.grid.layout.cp == 1 and not self.options.batch_invariant
+
     def has_head(self, rank: int) -> bool:
         """Whether that rank's stage has the last chunk."""
         return self.grid.coord(rank).pp == self.chunks.head_stage

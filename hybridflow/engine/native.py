@@ -7,7 +7,7 @@ nothing of rollouts, algorithms or how rows were chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridflow.engine.blueprint import Blueprint
 from hybridflow.engine.options import EngineOptions, TrainOptions
+from hybridflow.kernels.native_build import NativeLibrary, native_library
 from hybridflow.kernels.native_ops import set_threads
 from hybridflow.micro_batch import MicroBatch, TokenColumns
 from hybridflow.models.config import Head, ModelConfig
@@ -81,7 +82,7 @@ class ForwardEngine:
 
     def __init__(self, model: ModelConfig, mesh: Mesh, head: Head, options: EngineOptions) -> None:
         self.model, self.mesh, self.head, self.options = model, mesh, head, options
-        if options.batch_invariant:
+        if mesh.device.type == "cpu" and isinstance(native_library(), NativeLibrary):
             set_threads(torch.get_num_threads())
         self.blueprint = Blueprint(model, mesh.grid, head, options)
         self.chunks, self.shard_map = self.blueprint.chunks, self.blueprint.shard_map
@@ -188,6 +189,7 @@ class TrainEngine(ForwardEngine):
         self.optimizer = ShardedAdamW(self.grads, mesh.model, adamw, lr, offload=train.offload_optimizer,
                                       loss_scale=scale, max_skips=train.max_nonfinite_steps)
         self.version = self.num_updates = 0
+        self._kept: tuple[MicroBatch, Output] | None = None  # with the graph of its forward
         self._schedule = lru_cache(KNOWN_SCHEDULES)(partial(
             _training, train.schedule, self.chunks, mesh.coord.pp, self.grads.bucket_chunks))
 
@@ -198,6 +200,32 @@ class TrainEngine(ForwardEngine):
     def load(self, folder: str | Path, seed: int) -> None:
         super().load(folder, seed)
         self.optimizer.refresh_masters()
+
+    def forward(self, micro_batches: Sequence[MicroBatch], trace: Lane | None = None, *,
+                keep_first: bool = False) -> list[Output]:
+        """As `ForwardEngine.forward`.
+
+        Args:
+            keep_first: keep what a backward of the first micro-batch needs, until the next `train` or `forward`. That
+                `train` computes no second forward of it where one of its micro-batches has the same tokens. Only where
+                the model is one chunk here and stays on the device.
+        """
+        self._kept = None
+        if not keep_first or self.chunks.count > 1 or self.options.offload:
+            return super().forward(micro_batches, trace)
+        self._require_turn()
+        first, *rest = micro_batches
+        with self.stage.weights_stay(), nullcontext() if trace is None else trace.span("F0"):
+            output = self._run_chunk(first.input_ids, first, 0)
+        answers = [_detached(output), *(super().forward(rest, trace) if rest else [])]
+        self._kept = first, output
+        return answers
+
+    def _run_chunk(self, x: Tensor, micro_batch: MicroBatch, chunk: int) -> Output | Tensor:
+        if self._kept is not None and torch.is_grad_enabled() and self._kept[0].same_tokens(micro_batch):
+            (_, output), self._kept = self._kept, None
+            return output
+        return super()._run_chunk(x, micro_batch, chunk)
 
     def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, skip: bool = False,
               trace: Lane | None = None, reshard: Resharder | None = None) -> Update:
@@ -224,6 +252,7 @@ class TrainEngine(ForwardEngine):
         with self.stage.weights_stay():  # until the step, behind which no forward comes
             terms = self.runner.run(self._schedule(len(micro_batches), 0 if reshard is None else reshard.num_buckets),
                                     list(micro_batches), scaled, events, trace)
+        self._kept = None
         assert not self.optimizer.waiting, "the reshard left buckets that have not stepped"
         return Update(self._add_up(terms, names=self._names_of(loss, micro_batches[0])), steps[0])
 
@@ -257,6 +286,12 @@ class TrainEngine(ForwardEngine):
             for sums in terms:
                 table += torch.stack([sums[name].detach().double() for name in names])
         return dict(zip(names, all_reduce(table, self.mesh.members).tolist(), strict=True))
+
+
+def _detached(output: Output) -> Output:
+    if isinstance(output, Tensor):
+        return output.detach()
+    return HeadOutput(output.log_probs.detach(), None if output.entropy is None else output.entropy.detach())
 
 
 def _forwards(chunks: Chunks, num_micro_batches: int) -> Schedule:

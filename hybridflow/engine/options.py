@@ -23,6 +23,8 @@ class EngineOptions:
         recompute, recompute_layers: see `DecoderStage`.
         offload: between its turns, all that the engine holds waits in host memory.
         batch_invariant: see `DecoderStage`; costs a second copy of the weights while they are in use.
+        share_prompts: compute a prompt once for all of its rows in a micro-batch, where rows are whole and not batch-
+            invariant: less work, the same result to rounding.
     Example: `EngineOptions(torch.bfloat16, sequence_parallel=True)`.
     """
 
@@ -35,6 +37,7 @@ class EngineOptions:
     recompute_layers: int | None = None
     offload: bool = False
     batch_invariant: bool = False
+    share_prompts: bool = True
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from hybridflow.generation.exchange import Exchange
 from hybridflow.generation.limits import DEFAULT_LIMITS, GenerationLimits, ranks_of_host
-from hybridflow.generation.records import Completion, Prompt, SamplingParams
+from hybridflow.generation.records import Completion, OnEnd, Prompt, SamplingParams
 from hybridflow.generation.runner import StageRunner
 from hybridflow.generation.scheduler import Scheduler
-from hybridflow.generation.session import OnEnd, Session
+from hybridflow.generation.session import Session
 from hybridflow.generation.work_source import WorkSource
 from hybridflow.models.config import ModelConfig
 from hybridflow.models.decoder import DecoderStage

@@ -5,8 +5,11 @@ Owns no behaviour beyond refusing values that cannot be sampled with. It never h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+
+OnEnd = Callable[[int, tuple[int, ...]], None]  # of a request, its index among the prompts and its response ids
 
 
 def is_moderate(factor: float) -> bool:

@@ -17,7 +17,7 @@ from hybridflow.generation.blocks import BLOCK_TOKENS
 from hybridflow.generation.exchange import Choices, Chosen, Exchange, News
 from hybridflow.generation.intake import Intake
 from hybridflow.generation.random import stream_keys, uniforms
-from hybridflow.generation.records import Begun, Completion, FinishReason, Prompt, SamplingParams
+from hybridflow.generation.records import Begun, Completion, FinishReason, OnEnd, Prompt, SamplingParams
 from hybridflow.generation.results import Results, Sampled
 from hybridflow.generation.runner import StageRunner, StepBatch
 from hybridflow.generation.sampling import Choice, Sampler
@@ -30,7 +30,6 @@ from hybridflow.generation.stop_strings import StopStrings
 from hybridflow.generation.work_source import WorkSource
 
 NOTHING = Begun((), (), None, ())
-OnEnd = Callable[[int, tuple[int, ...]], None]  # of a request, its index among the prompts and its response ids
 DRAWS_AHEAD = 32
 
 

@@ -59,6 +59,7 @@ class ActivationMemory:
     Attributes:
         recompute_layers: `recompute` holds for the first so many layers of each chunk; None is all.
         cp: the context group's size. More than one rank keeps the keys and values of all tokens.
+        fused: attention is one kernel from the projections on (`kernels.fused_attention`): nothing is laid out.
     """
 
     config: ModelConfig
@@ -69,6 +70,7 @@ class ActivationMemory:
     sequence_parallel: bool = False
     recompute: Recompute = Recompute.NONE
     recompute_layers: int | None = None
+    fused: bool = False
 
     def chunk(self, shape: PackedShape, num_layers: int, *, is_first: bool, is_last: bool) -> int:
         """A chunk of `num_layers` layers, with the input that came from the chunk before; and the embedding of the
@@ -115,6 +117,8 @@ class ActivationMemory:
     def _attention(self, shape: PackedShape, recompute: Recompute) -> int:
         """From the fused projection to the input of the output projection."""
         q, kv, num_heads = self._widths
+        if self.fused:
+            return shape.num_tokens * ((2 * q + 2 * kv) * self._size + num_heads * self._wide)
         n, is_laid_out = shape.num_tokens, self.cp == 1 and shape.is_ragged
         slots = shape.slots if is_laid_out else n
         seen = slots * (q * self._size + num_heads * self._wide)  # attention's output and log-sums
@@ -134,6 +138,8 @@ class ActivationMemory:
     def _shared_by_layers(self, shape: PackedShape, holds_attend: bool) -> int:
         """The tables of the rotation, and places of tokens where rows are laid out."""
         tables = 2 * shape.num_tokens * self.config.head_dim * self._size
+        if self.fused:
+            return tables
         if self.cp > 1:
             return tables + sum(shape.lengths) * INDEX_BYTES
         if not shape.is_ragged:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.kernels.attention import causal_attention
+from hybridflow.kernels.fused_attention import Families, fused_attention
 from hybridflow.kernels.norm import rms_norm
 from hybridflow.kernels.rope import apply_rope
 from hybridflow.models.config import ModelConfig
@@ -31,6 +32,10 @@ class Attend(Protocol):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q` `[tokens, heads, head_dim]`, `k` and `v` `[tokens, kv_heads, head_dim]` -> like `q` (heads of a rank)."""
+
+
+# What tokens see: by a function of queries, keys and values, or of the projections by `kernels.fused_attention`.
+Sight = Attend | Families
 
 
 class PackedCausal:
@@ -125,12 +130,15 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (
             RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None for _ in range(2))
 
-    def forward(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
-        return self.out(self.see(self.qkv(x), rope, attend))
+    def forward(self, x: Tensor, rope: RopeTables, sight: Sight) -> Tensor:
+        return self.out(self.see(self.qkv(x), rope, sight))
 
-    def see(self, qkv: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+    def see(self, qkv: Tensor, rope: RopeTables, sight: Sight) -> Tensor:
         """Projections `[tokens, (q + 2 kv) head_dim]` -> what each token sees `[tokens, q head_dim]`."""
         num_q, num_kv = self.heads.num_q, self.heads.num_kv
+        if isinstance(sight, Families):
+            assert self.q_norm is None, "a norm stands between projection and rotation"
+            return fused_attention(qkv, rope.cos, rope.signed_sin, sight, num_q, num_kv)
         qkv = qkv.unflatten(1, (-1, self.head_dim))  # [tokens, q + 2 kv, head_dim]
         qk, v = qkv.split([num_q + num_kv, num_kv], dim=1)
         if self.q_norm is None:
@@ -139,4 +147,4 @@ class Attention(nn.Module):
             q, k = qk.split([num_q, num_kv], dim=1)
             q = self.rotate(self.q_norm(q), rope.cos, rope.signed_sin)
             k = self.rotate(self.k_norm(k), rope.cos, rope.signed_sin)
-        return attend(self.layer, q, k, v).flatten(1)
+        return sight(self.layer, q, k, v).flatten(1)

@@ -16,20 +16,27 @@ from torch import Tensor
 
 from hybridflow.context import ContextCut, ContextPart
 from hybridflow.kernels.attention import causal_suffix_attention
+from hybridflow.kernels.fused_attention import Families
 from hybridflow.micro_batch import MicroBatch
-from hybridflow.models.attention import Attend, PackedCausal
+from hybridflow.models.attention import PackedCausal, Sight
+from hybridflow.models.branch_attention import BranchCausal
 from hybridflow.models.slots import from_slots, index_on
 from hybridflow.parallel.collectives import gather_tokens
 from hybridflow.parallel.mesh import AxisGroup
 
 
-def packed_attention(micro_batch: MicroBatch, cp: AxisGroup) -> Attend:
-    """How a forward of `micro_batch` sees keys and values; it must have been cut for this rank of `cp`."""
+def packed_attention(micro_batch: MicroBatch, cp: AxisGroup, *, fused: bool) -> Sight:
+    """How a forward of `micro_batch` sees keys and values; it must have been cut for this rank of `cp`.
+
+    `fused` is by `kernels.fused_attention`, which takes projections as they are.
+    """
     assert (micro_batch.part.size, micro_batch.part.index) == (cp.size, cp.index), (micro_batch.part, cp)
-    device = micro_batch.position_ids.device
-    if cp.size == 1:
-        return PackedCausal(micro_batch.lengths, device)
-    return ContextCausal(micro_batch.lengths, micro_batch.part, micro_batch.num_tokens, cp, device)
+    device, lengths, branches = micro_batch.position_ids.device, micro_batch.lengths, micro_batch.branches
+    if cp.size > 1:
+        return ContextCausal(lengths, micro_batch.part, micro_batch.num_tokens, cp, device)
+    if fused:
+        return Families.of(lengths, branches.lengths, branches.roots)
+    return BranchCausal(lengths, branches, device) if branches.lengths else PackedCausal(lengths, device)
 
 
 class ContextCausal:

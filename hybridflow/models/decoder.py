@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridflow.kernels.invariant import InvariantProduct
+from hybridflow.kernels.native_backward import has_kernels
 from hybridflow.kernels.packed_weights import PackedWeights
 from hybridflow.micro_batch import MicroBatch
-from hybridflow.models.attention import Attend, Attention, ReplicatedKeyValue, RMSNorm
+from hybridflow.models.attention import Attention, ReplicatedKeyValue, RMSNorm, Sight
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.context_attention import packed_attention
 from hybridflow.models.grad_syncs import stage_grad_syncs
@@ -26,6 +27,7 @@ from hybridflow.models.layout import require_layout, sum_segments
 from hybridflow.models.mlp import MLP
 from hybridflow.models.recompute import Recompute, keep_less
 from hybridflow.models.rope import RopeTables, rope_tables
+from hybridflow.models.slots import read_rows
 from hybridflow.parallel.collectives import gather_replicated, gather_tokens
 from hybridflow.parallel.gradients import GradSync
 from hybridflow.parallel.invariant_log_probs import invariant_log_probs, invariant_logits
@@ -53,19 +55,19 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, **shared)
         self.recompute = Recompute.NONE
 
-    def forward(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rope: RopeTables, attend: Sight) -> Tensor:
         if self.recompute is Recompute.NONE or not torch.is_grad_enabled():
             return self._keeping_all(x, rope, attend)
         if self.recompute is Recompute.FULL:
             return checkpoint(self._keeping_all, x, rope, attend, use_reentrant=False, preserve_rng_state=False)
         return self._keeping_products(x, rope, attend)
 
-    def _keeping_all(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+    def _keeping_all(self, x: Tensor, rope: RopeTables, attend: Sight) -> Tensor:
         # In place: nobody else keeps the new term, and its gradient does not need it.
         x = self.attention(self.input_norm(x), rope, attend).add_(x)
         return self.mlp(self.post_norm(x)).add_(x)
 
-    def _keeping_products(self, x: Tensor, rope: RopeTables, attend: Attend) -> Tensor:
+    def _keeping_products(self, x: Tensor, rope: RopeTables, attend: Sight) -> Tensor:
         """The same with `Recompute.SELECTIVE`."""
         attention, mlp = self.attention, self.mlp
         qkv = _behind_norm(self.input_norm, attention.qkv, x)
@@ -178,7 +180,7 @@ class DecoderStage(nn.Module):
         """The matrix of the head, which is the embedding's where they are tied on this stage."""
         return self.embed.weight if self.head is None else self.head.weight
 
-    def forward_hidden(self, x: Tensor, position_ids: Tensor, attend: Attend, chunk: int | None = None) -> Tensor:
+    def forward_hidden(self, x: Tensor, position_ids: Tensor, attend: Sight, chunk: int | None = None) -> Tensor:
         """The layers of a chunk, and the final norm where it is the last.
 
         Args:
@@ -217,15 +219,22 @@ class DecoderStage(nn.Module):
             return hidden
         if self.sequence_parallel:
             hidden = gather_replicated(hidden, self.tp)
-        answers = hidden.index_select(0, micro_batch.target_index)  # [targets, hidden]
+        answers = read_rows(hidden, micro_batch.target_index)  # [targets, hidden]
         if self.head_kind is Head.LANGUAGE_MODEL:
             return self._log_probs(answers, micro_batch.targets, temperature, with_entropy)
         return self.values(answers)
 
-    def attend(self, micro_batch: MicroBatch) -> Attend:
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether one kernel goes from the projections to what tokens see, in a forward of a micro-batch."""
+        is_plain = self.cp.size == 1 and self.packed is None and not self.config.qk_norm
+        return is_plain and has_kernels(next(self.parameters()))
+
+    def attend(self, micro_batch: MicroBatch) -> Sight:
         """How the rows of a micro-batch see their keys and values."""
         if self.packed is None:
-            return packed_attention(micro_batch, self.cp)
+            return packed_attention(micro_batch, self.cp, fused=self.fuses_attention)
+        assert not micro_batch.branches.lengths, "a cache of keys and values has whole rows"
         return InvariantCausal(micro_batch.lengths, micro_batch.position_ids.device)
 
     def _log_probs(self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> HeadOutput:

@@ -43,6 +43,10 @@ _REWARD = (
                "They are counted here and never become a silent 0.", "-"),
     MetricInfo("reward/overlong_mean", "reward", "What a response loses for coming near the length limit "
                "(algorithm.overlong_buffer), at most 0; reward/mean is without it.", _SAMPLES),
+    MetricInfo("reward/part_*", "reward", "Score of one part of a mixture, before its weight.",
+               "samples that the part scored"),
+    MetricInfo("reward/truncated", "count", "Rollouts longer than a reward model can read, whose beginning it did not "
+               "see; not told where there are none.", "-"),
     MetricInfo("reward/extra_*", "as given", "Further numbers that the reward function returned.",
                "samples for which it returned the number"),
 )

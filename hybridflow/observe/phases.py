@@ -40,6 +40,9 @@ class PhaseTimer:
     A phase entered inside another counts for itself only, so the phases of a step never add up to more than the step.
     A phase entered several times adds up. Evaluation is apart: `time/step` leaves it out (most steps do not evaluate),
     and phases inside it (its own generation) count as evaluation.
+
+    Attributes:
+        clock: gives seconds. Another one, of CPU seconds say, may take its place between two steps.
     """
 
     def __init__(self, trace: Trace, settle: Callable[[], None] | None = None,
@@ -47,7 +50,7 @@ class PhaseTimer:
         """`settle` waits for the device at both edges of a phase (see `trace.settle_device`); None on the CPU."""
         self._trace = trace
         self._settle = settle
-        self._clock = clock
+        self.clock = clock
         self._seconds: dict[Phase, float] = {}
         self._open: list[_OpenPhase] = []
         self._in_step = False
@@ -100,7 +103,7 @@ class PhaseTimer:
     def _now(self) -> float:
         if self._settle is not None:
             self._settle()
-        return self._clock()
+        return self.clock()
 
 
 @dataclass

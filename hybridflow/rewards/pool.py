@@ -1,135 +1,153 @@
-"""Runs rows on worker processes so that no row can hold up the others for longer than the limit.
+"""Runs calls on worker processes so that none can hold up the others for longer than the limit.
 
-One worker lives from call to call. While every worker is stuck in a slow row and rows wait, more are started; a row
-past the limit is killed with its worker. So rows that spin spin side by side, and a call ends about one limit after its
-last healthy row. Decides only who runs what and when; `process` does it.
+One worker lives on while there is nothing to do. While every worker is stuck in a slow call and others wait, more are
+started; a call past the limit is killed with its worker. So rows that spin spin side by side, and work ends about one
+limit after its last healthy row. Decides only who runs what and when; `process` does it, and `dispatch` has the thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable
 from multiprocessing.connection import wait
-from typing import Any
+from socket import socket
 
-from hybridflow.rewards.process import WorkerProcess
-from hybridflow.rewards.records import FaultKind, Outcome, RowFault
-from hybridflow.rewards.worker import Target
+from hybridflow.rewards.limits import Limits
+from hybridflow.rewards.loading import Target
+from hybridflow.rewards.process import Call, WorkerProcess
+from hybridflow.rewards.records import FaultKind, Outcome
 
 MAX_WORKERS = 8
-# A row that takes longer lets others start beside it.
+# A call that takes longer lets others start beside it.
 PATIENCE_S = 0.3
+Outcomes = dict[Hashable, list[Outcome]]
 
 
 class WorkerPool:
-    """Workers for one function. `limit_s`: seconds a row may run. Not for several threads at once.
+    """Workers for one function. Not for several threads at once.
 
     Raises:
         ValueError: from any method, when the function cannot be loaded.
     """
 
-    def __init__(self, target: Target, limit_s: float, max_workers: int = MAX_WORKERS) -> None:
-        self._target = target
-        self._limit_s = limit_s
-        self._max_workers = max_workers
+    def __init__(self, target: Target, limits: Limits, num_workers: int | None = None) -> None:
+        """`num_workers` are kept at all times; None keeps one, and lets them grow to MAX_WORKERS for slow calls."""
+        self._target, self._limits = target, limits
+        self._num_kept, self._most = num_workers or 1, num_workers or MAX_WORKERS
         self._workers: list[WorkerProcess] = []
-        self._num_wanted = 1
+        self._waiting: deque[Call] = deque()
+        self._num_wanted = self._num_kept
 
-    def start(self) -> None:
-        """Start the first worker and wait until its function is loaded."""
-        if not self._workers:
-            self._add(1)
+    def start(self) -> bool:
+        """Start the workers that are kept, and wait until the function is loaded; whether it takes lists."""
+        self._add(self._num_kept - len(self._workers))
         while not all(worker.is_ready for worker in self._workers):
-            self._take_replies({})
-            self._kill_late({})
+            self._take_replies(())
+            self._kill_late()
+        return self._workers[0].batched
 
-    def run(self, calls: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """The outcome of each call (its keywords), in order; raises nothing that the function raises."""
-        outcomes: dict[int, Outcome] = {}
-        waiting = deque(range(len(calls)))
-        self._num_wanted = 1
-        while len(outcomes) < len(calls):
-            self._hand_out(waiting, calls)
-            self._grow(len(waiting))
-            self._take_replies(outcomes)
-            self._kill_late(outcomes)
-        self._shrink()
-        return [outcomes[row] for row in range(len(calls))]
+    def put(self, call: Call) -> None:
+        """Have a call done by some later `turn`."""
+        self._waiting.append(call)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing waits and nothing runs."""
+        return not self._waiting and all(worker.call is None for worker in self._workers)
+
+    def turn(self, wakers: Iterable[socket] = ()) -> Outcomes:
+        """Hand out what waits, sleep until something happens (in a worker or one of `wakers`), and answer it."""
+        self._hand_out()
+        self._grow()
+        return self._take_replies(wakers) | self._kill_late()
+
+    def rest(self) -> None:
+        """Back to the workers that are kept, without what their calls have left running. New ones for those that were
+        killed load while the caller goes on.
+        """
+        self._workers.sort(key=lambda worker: not worker.is_ready)
+        for worker in self._workers[self._num_kept:]:
+            worker.kill()
+        del self._workers[self._num_kept:]
+        self._num_wanted = self._num_kept
+        for worker in self._workers:
+            if worker.is_idle:
+                worker.tidy()
+        self._add(self._num_kept - len(self._workers))
 
     def close(self) -> None:
-        """Kill all workers; a later call starts afresh."""
+        """Kill all workers and forget what waits; a later call starts afresh."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
+        self._waiting.clear()
+        self._num_wanted = self._num_kept
 
-    def _hand_out(self, waiting: deque[int], calls: Sequence[Mapping[str, Any]]) -> None:
+    def _hand_out(self) -> None:
         for worker in [worker for worker in self._workers if worker.has_ended()]:
             self._drop(worker)
         for worker in self._workers:
-            if waiting and worker.is_idle:
-                row = waiting.popleft()
-                worker.hand(row, calls[row])
+            if self._waiting and worker.is_idle:
+                worker.hand(self._waiting.popleft())
 
-    def _grow(self, num_waiting: int) -> None:
-        """Make up for killed workers; want twice as many when rows wait and every worker is stuck."""
+    def _grow(self) -> None:
+        """Make up for killed workers; want twice as many when calls wait and every worker is stuck."""
         stuck_since = time.monotonic() - PATIENCE_S
-        if (
-            num_waiting
-            and self._workers
-            and all(worker.row is not None and worker.since <= stuck_since for worker in self._workers)
-        ):
-            self._num_wanted = min(2 * self._num_wanted, self._max_workers)
-        num_free = sum(worker.row is None for worker in self._workers)  # ready or loading
-        self._add(min(num_waiting - num_free, self._num_wanted - len(self._workers)))
+        if (self._waiting and self._workers
+                and all(worker.call is not None and worker.since <= stuck_since for worker in self._workers)):
+            self._num_wanted = min(2 * self._num_wanted, self._most)
+        num_free = sum(worker.call is None for worker in self._workers)  # ready or loading
+        self._add(min(len(self._waiting) - num_free, self._num_wanted - len(self._workers)))
 
     def _add(self, number: int) -> None:
-        self._workers += [WorkerProcess(self._target, self._limit_s) for _ in range(number)]
+        self._workers += [WorkerProcess(self._target, self._limits) for _ in range(number)]
 
-    def _take_replies(self, outcomes: dict[int, Outcome]) -> None:
-        """Wait until a worker says something or has to be looked at, and put down what the rows gave."""
+    def _take_replies(self, wakers: Iterable[socket]) -> Outcomes:
+        """Wait until somebody says something or has to be looked at, and give what calls have given."""
         by_connection = {worker.connection: worker for worker in self._workers}
-        for connection in wait(list(by_connection), timeout=self._time_to_next_event()):
-            worker = by_connection[connection]
-            row = worker.row
-            outcome = self._receive(worker)
-            if outcome is not None and row is not None:
-                outcomes[row] = outcome
+        outcomes: Outcomes = {}
+        for end in wait([*by_connection, *wakers], timeout=self._time_to_next_event()):
+            if (worker := by_connection.get(end)) is not None:
+                call, given = worker.call, self._receive(worker)
+                if given is not None and call is not None:
+                    outcomes[call.ticket] = given
+        return outcomes
 
-    def _receive(self, worker: WorkerProcess) -> Outcome | None:
+    def _receive(self, worker: WorkerProcess) -> list[Outcome] | None:
+        was_ready = worker.is_ready
         try:
-            outcome = worker.receive()
+            outcomes = worker.receive()
         except ValueError:
             self.close()
             raise
-        if outcome is not None and not worker.is_ready:
+        if was_ready and not worker.is_ready:
             self._drop(worker)
-        return outcome
+            if outcomes is None and worker.call is not None:  # what earlier calls had left was being ended beside it
+                self._waiting.appendleft(worker.call)
+            elif outcomes is None and worker.num_calls:
+                self._add(min(1, self._num_kept - len(self._workers)))
+        return outcomes
 
-    def _time_to_next_event(self) -> float:
+    def _time_to_next_event(self) -> float | None:
+        """Seconds until a worker is late, or stuck; None while all are idle."""
         now = time.monotonic()
-        stuck = [worker.since + PATIENCE_S for worker in self._workers if worker.row is not None]
-        events = [worker.deadline for worker in self._workers] + [time_ for time_ in stuck if time_ > now]
-        return max(0.0, min(events) - now)
+        stuck = [worker.since + PATIENCE_S for worker in self._workers if worker.call is not None]
+        events = [worker.deadline for worker in self._workers] + [moment for moment in stuck if moment > now]
+        first = min(events, default=float("inf"))
+        return None if first == float("inf") else max(0.0, first - now)
 
-    def _kill_late(self, outcomes: dict[int, Outcome]) -> None:
-        now = time.monotonic()
+    def _kill_late(self) -> Outcomes:
+        now, outcomes = time.monotonic(), Outcomes()
         for worker in [worker for worker in self._workers if worker.deadline <= now]:
-            if worker.row is None:
+            if worker.call is None:
                 self.close()
                 raise ValueError("reward function: its file did not finish importing in time")
-            outcomes[worker.row] = RowFault(FaultKind.TIMED_OUT, f"still running after {self._limit_s:g} s")
+            late = f"still running after {self._limits.timeout_s:g} s"
+            outcomes[worker.call.ticket] = worker.call.failed(FaultKind.TIMED_OUT, late)
             self._drop(worker)
+        return outcomes
 
     def _drop(self, worker: WorkerProcess) -> None:
         worker.kill()
         self._workers.remove(worker)
-
-    def _shrink(self) -> None:
-        """Back to one worker; a new one, if the last was killed, loads while the caller goes on."""
-        self._workers.sort(key=lambda worker: not worker.is_ready)
-        for worker in self._workers[1:]:
-            worker.kill()
-        del self._workers[1:]
-        if not self._workers:
-            self._add(1)

@@ -1,7 +1,8 @@
 """Scores of answers to reasoning-gym tasks, as reward functions: exact (1 or 0) and partial (the library's credit).
 
-Runs in a worker process: several scorers evaluate the text of the model as an expression, which can raise and need not
-end. The only module of rewards that knows the library, which is imported when a scorer of it is needed.
+Runs in a worker process: scorers may raise on the text of a model, and need not end. What several would run as code is
+kept from them (`plain_answers`). The only module of rewards that knows the library, which is imported when a scorer of
+it is needed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from hybridflow.rewards.plain_answers import may_be_scored, tamed
 
 # Tasks whose entry shows one right answer among several, so that its text is not the measure. (0.1.25: read in each
 # scorer; for all other tasks the scorer's full marks and its part credit rest on the text of the one answer.)
@@ -65,6 +68,8 @@ def _library_score(task: str, answer: str, entry: Mapping[str, Any]) -> tuple[fl
     A scorer that raises on the model's text but not on the right answer has been given a malformed, hence wrong,
     answer. One that raises on both is broken, and its error travels.
     """
+    if not may_be_scored(task, answer):
+        return 0.0, True
     scorer = _scorer(task)
     try:
         return float(scorer(answer, entry)), False
@@ -77,4 +82,4 @@ def _library_score(task: str, answer: str, entry: Mapping[str, Any]) -> tuple[fl
 def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
     from reasoning_gym.factory import get_score_answer_fn
 
-    return get_score_answer_fn(task)
+    return tamed(task, get_score_answer_fn(task))

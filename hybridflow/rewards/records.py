@@ -36,7 +36,8 @@ class RewardRequest:
 
 class FaultKind(Enum):
     """Why a row has no score: the function raised, ran past the limit, returned NaN or infinity, returned something
-    that is neither a number nor a dict with one under "score", or took its process down.
+    that is neither a number nor a dict with one under "score", took its process down, or wanted more memory than there
+    was (it raised MemoryError, or the kernel ended its process).
     """
 
     RAISED = "raised"
@@ -44,6 +45,7 @@ class FaultKind(Enum):
     NOT_FINITE = "not_finite"
     WRONG_TYPE = "wrong_type"
     CRASHED = "crashed"
+    OUT_OF_MEMORY = "out_of_memory"
 
 
 @dataclass(frozen=True)
@@ -95,17 +97,21 @@ class RewardResult:
         return Counter(fault.kind for fault in self.row_faults if fault is not None)
 
     def fault_sentence(self, rows: Sequence[RewardRequest]) -> str | None:
-        """What went wrong, for the user, None if nothing did. `rows` are those of the call.
-
-        Example: "3 of 128 rewards failed (2 raised, 1 timed_out); first: row 7 of data source 'sums': ValueError: no
-        number (reward.py line 7)".
-        """
+        """What went wrong, for the user, None if nothing did. `rows` are those of the call."""
         first = next(((row, fault) for row, fault in enumerate(self.row_faults) if fault is not None), None)
         if first is None:
             return None
         row, fault = first
-        faults = self.faults
-        by_kind = ", ".join(f"{faults[kind]} {kind.value}" for kind in FaultKind if faults[kind])
-        message = " ".join(fault.message.split())  # an error of several lines makes one sentence
-        return (f"{faults.total()} of {len(self.row_faults)} rewards failed ({by_kind}); first: row {row} of data "
-                f"source {rows[row].data_source!r}: {message}")
+        return fault_sentence(self.faults, len(self.row_faults), row, rows[row].data_source, fault.message)
+
+
+def fault_sentence(faults: Mapping[FaultKind, int], num_rows: int, row: int, data_source: str, message: str) -> str:
+    """One sentence on the faults of `num_rows` rows, of which `row` is the first.
+
+    Example: "3 of 128 rewards failed (2 raised, 1 timed_out); first: row 7 of data source 'sums': ValueError: no number
+    (reward.py line 7)".
+    """
+    by_kind = ", ".join(f"{faults[kind]} {kind.value}" for kind in FaultKind if faults.get(kind))
+    message = " ".join(message.split())  # an error of several lines makes one sentence
+    return (f"{sum(faults.values())} of {num_rows} rewards failed ({by_kind}); first: row {row} of data source "
+            f"{data_source!r}: {message}")

@@ -38,6 +38,7 @@ from hybridflow.generation.work_source import Balance
 from hybridflow.hybrid_engine import HybridEngine, MakeEngine, generation_grid, generation_stage, own_engine
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.hf_import import load_hf
+from hybridflow.models.text_classifier import TextClassifier
 from hybridflow.models.weights import decoder_shard_map
 from hybridflow.observe.trace import Lane, Trace, TraceCategory
 from hybridflow.parallel.comm_hook import CommHook
@@ -45,10 +46,16 @@ from hybridflow.parallel.mesh import Mesh, Outside, mesh_of
 from hybridflow.parallel.optimizer import Decay, LrSchedule
 from hybridflow.parallel.optimizer_state import AdamWSettings
 from hybridflow.parallel.world import World
+from hybridflow.rewards.function import RewardFunction
+from hybridflow.rewards.policy import FaultPolicy
 from hybridflow.trainer.advantage import Advantages, KlPenalty, SoftOverlong
 from hybridflow.trainer.engine_options import DTYPES, MIB, engine_options, grid_of, train_options, weight_mode
 from hybridflow.trainer.inputs import Inputs, model_shape, text_folder
-from hybridflow.trainer.reward_source import FunctionRewards, ModelRewards
+from hybridflow.trainer.rewards.functions import FunctionPart
+from hybridflow.trainer.rewards.inputs import RewardClassifier, RewardDecoder
+from hybridflow.trainer.rewards.models import ClassifierPart, DecoderPart, Rereader
+from hybridflow.trainer.rewards.part import RewardPart
+from hybridflow.trainer.rewards.source import Rewards, WeightedPart
 from hybridflow.trainer.roles import Reduction, ScoringRole, TrainedRole
 from hybridflow.weight_route import ReshardCheck
 
@@ -95,11 +102,12 @@ class Builder:
         path = self.config.model.cost_critic.path or self.config.model.path
         return self._trained(Role.COST_CRITIC, Head.VALUE, path, self._critic_optimizer(), updates)
 
-    def costs(self) -> FunctionRewards | ModelRewards:
-        """The cost model if there is one, else the cost function."""
-        if self.inputs.cost_function is None:
-            return ModelRewards(self._scoring(Role.COST, Head.SCORE, self.config.model.cost_model.path))
-        return FunctionRewards(self.inputs.cost_function, self.inputs.tokenizer, self.inputs.ends, self.world)
+    def costs(self) -> Rewards:
+        """The cost model if there is one, else the cost function; a cost is judged as a reward is."""
+        part = (DecoderPart(self._scoring(Role.COST, Head.SCORE, self.config.model.cost_model.path), self.world, None)
+                if self.inputs.cost_function is None else
+                FunctionPart(self.inputs.cost_function, self.inputs.tokenizer, self.inputs.ends, self.world))
+        return Rewards([WeightedPart(part, FaultPolicy({}))])
 
     def multiplier(self) -> LagrangeMultiplier:
         safe = self.config.algorithm.safe
@@ -181,11 +189,25 @@ class Builder:
         return Crew.of(self.world, sorted({rank for role in roles(self.config)
                                            for rank in role_ranks(self.config, role, size)}))
 
-    def rewards(self) -> FunctionRewards | ModelRewards:
-        """The reward model if there is one, else the reward function."""
-        if self.inputs.reward_function is None:
-            return ModelRewards(self._scoring(Role.REWARD, Head.SCORE, self.config.model.reward_model.path))
-        return FunctionRewards(self.inputs.reward_function, self.inputs.tokenizer, self.inputs.ends, self.world)
+    def rewards(self) -> Rewards:
+        """Functions and reward models, one or a weighted sum of several."""
+        return Rewards([WeightedPart(self._reward_part(part.scorer), part.policy, part.name, part.weight,
+                                     part.data_sources) for part in self.inputs.rewards])
+
+    def _reward_part(self, scorer: RewardFunction | RewardDecoder | RewardClassifier) -> RewardPart:
+        tokenizer, ends, own = self.inputs.tokenizer, self.inputs.ends, self.config.model.reward_model
+        if isinstance(scorer, RewardFunction):
+            return FunctionPart(scorer, tokenizer, ends, self.world)
+        if isinstance(scorer, RewardDecoder):
+            role, longest = self._scoring(Role.REWARD, Head.SCORE, scorer.path), self._model(scorer.path)
+            reread = None if scorer.tokenizer is None else Rereader(tokenizer, ends, scorer.tokenizer,
+                                                                    longest.max_position_embeddings)
+            return DecoderPart(role, self.world, reread)
+        offload = self.config.train.offload.roles
+        classifier = TextClassifier.open(scorer.path, torch.device("cpu") if offload else self.world.device,
+                                         DTYPES[own.dtype or self.config.train.mixed_precision], label=own.label,
+                                         pair=own.pair, micro_batch_size=own.micro_batch_size)
+        return ClassifierPart(classifier, tokenizer, ends, self.world, offload=offload)
 
     def advantages(self) -> Advantages:
         algorithm, buffer = _algorithm(self.config), _algorithm(self.config).overlong_buffer

@@ -123,11 +123,15 @@ class Dataflow:
         seen to it already.
         """
         roles, batch, streamed = self.roles, experience.batch, experience.streamed
-        scores = None if batch.scores is not None else roles.rewards.ask(batch, experience.prompts)
+        scores, early = None, experience.early
+        if batch.scores is None:
+            scores = roles.rewards.ask(batch, experience.prompts, early, None if early is None else crew)
+        once = len(self.update_rows(batch)) == 1  # then old is the policy itself: ratio exactly 1, and no pass needed
         wanted = dict(roles.scoring)
-        if len(self.update_rows(batch)) > 1:  # else old is the policy itself: ratio exactly 1, and no pass needed
+        if not once:
             wanted["old_log_probs"] = Phase.LOG_PROBS, roles.actor
-        asked = {column: (phase, streamed[column] if column in streamed else role.ask_tokens(batch))
+        asked = {column: (phase, streamed[column] if column in streamed
+                          else role.ask_tokens(batch, keep_forward=once and role is roles.critic))
                  for column, (phase, role) in wanted.items()}
         if scores is not None:
             with self.timer.phase(Phase.REWARD):

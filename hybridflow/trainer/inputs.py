@@ -1,4 +1,4 @@
-"""What a run reads before its ranks meet: tokenizer, the actor's shape, the reward function.
+"""What a run reads before its ranks meet: tokenizer, the actor's shape, the rewards.
 
 Whatever is wrong with these is a ValueError here, before a process group or a device is touched. It makes no weights.
 """
@@ -16,6 +16,8 @@ from hybridflow.algorithms.functions import find_estimator, find_policy_loss
 from hybridflow.algorithms.policy import PolicyLoss
 from hybridflow.config.algorithm_schema import AlgorithmConfig
 from hybridflow.config.recipe import with_recipe
+from hybridflow.config.reward_rules import is_decoder_folder
+from hybridflow.config.reward_schema import reward_models
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
 from hybridflow.config.words import EngineName, OnToolError
@@ -30,11 +32,12 @@ from hybridflow.models.weights import canonical_shapes
 from hybridflow.parallel.arithmetic import ceil_div
 from hybridflow.parallel.world import default_device
 from hybridflow.response_text import ResponseEnds
-from hybridflow.rewards.function import ReasoningScoring, RewardFunction
+from hybridflow.rewards.function import RewardFunction
 from hybridflow.tools.detect import call_ends
 from hybridflow.tools.observation import ObservationForm
 from hybridflow.tools.toolbox import ToolBox
 from hybridflow.trainer.engine_options import DTYPES, MIB
+from hybridflow.trainer.rewards.inputs import RewardInput, read_rewards
 from hybridflow.trainer.turns import TurnLoop
 
 
@@ -45,8 +48,8 @@ class Inputs:
     Attributes:
         model: the actor's shape.
         ends: what ends a response: the tokenizer's and the model's ends, and generation.stop.
-        reward_function: with its workers running; None where a reward model scores, or nothing does.
-        cost_function: likewise of costs (safe_rlhf).
+        rewards: what scores answers, the workers of functions running; empty where nothing is scored.
+        cost_function: what says what an answer costs, its workers running; None where a cost model does, or nothing.
         turns: of answers that may call tools, with the tools' workers running; None where an answer is one turn.
         estimator, policy_loss: those of the algorithm, the user's own files run; None where nothing is scored.
     """
@@ -55,7 +58,7 @@ class Inputs:
     tokenizer: Tokenizer
     model: ModelConfig
     ends: ResponseEnds
-    reward_function: RewardFunction | None
+    rewards: tuple[RewardInput, ...]
     estimator: Estimator | None = None
     policy_loss: PolicyLoss | None = None
     cost_function: RewardFunction | None = None
@@ -68,13 +71,13 @@ class Inputs:
 
         Args:
             tokenizer: one that has just been made; None opens the configured one.
-            scores: whether answers will be scored; only then are the models besides the actor looked at, and a reward
-                function started.
+            scores: whether answers will be scored; only then are the models besides the actor looked at, and reward
+                functions started.
             head: what model.path is trained under; a score head may be missing there.
 
         Raises:
-            ValueError: a file, a model's tensors, an id to stop at, or a function is not as it must be, or this machine
-                 cannot compute as generation.batch_invariant asks, or has no generation.engine.
+            ValueError: a file, a model's tensors, an id to stop at, a function or a reward is not as it must be, or
+                this machine cannot compute as generation.batch_invariant asks, or has no generation.engine.
         """
         if config.generation.batch_invariant:
             require_invariance(default_device(0))
@@ -85,18 +88,20 @@ class Inputs:
         if scores:
             require_cache(config, model, config.data.max_prompt_length)
             require_weights("model.critic.path", config.model.critic.path, Head.VALUE)
-            require_weights("model.reward_model.path", config.model.reward_model.path, Head.SCORE)
             require_weights("model.cost_model.path", config.model.cost_model.path, Head.SCORE)
             require_weights("model.cost_critic.path", config.model.cost_critic.path, Head.VALUE)
+            for key, path in reward_models(config.reward, config.model.reward_model).items():
+                if is_decoder_folder(path):
+                    require_weights(key, path, Head.SCORE)
         calls = call_ends(config.tools.call) if scores and config.tools.file is not None else ()
         ends = response_ends([*config.generation.stop, *calls], opened, model)
         if config.generation.engine is EngineName.VLLM:
             require_vllm(config, ends)
         if not scores:
-            return cls(config, opened, model, ends, None)
+            return cls(config, opened, model, ends, ())
         functions = _algorithm_functions(with_recipe(config).algorithm)
-        return cls(config, opened, model, ends, _reward_function(config), *functions, _cost_function(config),
-                   _turn_loop(config, opened))
+        return cls(config, opened, model, ends, read_rewards(config, opened, model.vocab_size), *functions,
+                   _cost_function(config), _turn_loop(config, opened))
 
     def close_tools(self) -> None:
         """End the workers of tools, if any."""
@@ -231,15 +236,3 @@ def _turn_loop(config: Config, tokenizer: Tokenizer) -> TurnLoop | None:
     form = ObservationForm.of(tokenizer, tools.wrapper, tools.role, limit=tools.max_observation_tokens)
     return TurnLoop(ToolBox(tools.file, tools.call, timeout_s=tools.timeout_s), form, tokenizer, tools.max_turns,
                     ends_at_error=tools.on_error is OnToolError.END)
-
-
-def _reward_function(config: Config) -> RewardFunction | None:
-    reward = config.reward
-    if config.model.reward_model.path is not None:
-        return None
-    if reward.function is not None:
-        return RewardFunction.load(reward.function, timeout_s=reward.timeout_s)
-    tasks = [task.name for task in (*config.data.tasks, *config.data.test_tasks)]
-    tasks += [source.task for source in config.data.mixture if source.task is not None]
-    scoring = ReasoningScoring(reward.reasoning_gym.value)
-    return RewardFunction.reasoning_gym(scoring, tasks, timeout_s=reward.timeout_s)

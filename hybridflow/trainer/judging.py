@@ -1,6 +1,6 @@
 """Who scores answers, as the dataflow sees them: rows are handed out, everyone does their part, scores come together.
 
-Owns the protocol. Reward functions and models are `reward_source`'s.
+Owns the protocol. Reward functions and models are `rewards`'.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from hybridflow.batch import Batch
 from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.trainer.board import Metrics
+from hybridflow.trainer.rewards.source import EarlyRows
 
 
 class Judgement(Protocol):
@@ -43,8 +44,15 @@ class RewardSource(Protocol):
     last_fault: str | None
     last_extras: Mapping[int, Mapping[str, Any]]
 
-    def ask(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> Judgement:
-        """Hand the rows out: row i answers `prompts[batch.groups[i]]`. Every rank calls it, and none waits here."""
+    def begin(self) -> EarlyRows:
+        """A place for rows of a batch that is still being generated, to be given to `ask` with the whole of it."""
+        ...
+
+    def ask(self, batch: Batch, prompts: Sequence[TokenisedPrompt], early: EarlyRows | None = None,
+            crew: Crew | None = None) -> Judgement:
+        """Hand the rows out: row i answers `prompts[batch.groups[i]]`. Every rank calls it, and none waits here, but to
+        learn which rows were handed in early on which ranks of `crew`; these two are given together, or neither.
+        """
         ...
 
     def close(self) -> None:
@@ -52,10 +60,10 @@ class RewardSource(Protocol):
         ...
 
 
-def judged(rewards: RewardSource, batch: Batch, prompts: Sequence[TokenisedPrompt],
-           crew: Crew) -> tuple[Tensor, Metrics]:
+def judged(rewards: RewardSource, batch: Batch, prompts: Sequence[TokenisedPrompt], crew: Crew,
+           early: EarlyRows | None = None) -> tuple[Tensor, Metrics]:
     """What `Judgement.result` gives, at once. Collective."""
-    judgement = rewards.ask(batch, prompts)
+    judgement = rewards.ask(batch, prompts, early, None if early is None else crew)
     judgement.work()
     return judgement.result(crew)
 

@@ -21,7 +21,8 @@ from hybridflow.trainer.board import Board, Metrics
 from hybridflow.trainer.judging import RewardSource, judged, score_moments
 from hybridflow.trainer.rollout_source import Experience, More, OnPolicy
 
-ADD_UP = ("rollout/samples", "rollout/tool_calls", "rollout/tool_faults", "rollout/observations_cut")
+ADD_UP = ("reward/truncated", "rollout/samples", "rollout/tool_calls", "rollout/tool_faults",
+          "rollout/observations_cut")
 
 
 class Resampling:
@@ -44,7 +45,7 @@ class Resampling:
         for number in range(self._rounds):
             boards.append(Board())
             experience = self._inner.next(prompts, boards[-1])
-            batch, metrics = self._scored(experience.batch, prompts)
+            batch, metrics = self._scored(experience)
             boards[-1].said |= metrics
             scores.append(batch.scores)
             experience = replace(experience, batch=batch)
@@ -55,9 +56,9 @@ class Resampling:
         self._tell(board, boards, torch.cat(scores), sum(len(one.prompts) for one in kept))
         return _joined([one for one in kept if one.prompts] or [experience], wanted, self._crew.rank)
 
-    def _scored(self, batch: Batch, prompts: Sequence[TokenisedPrompt]) -> tuple[Batch, Metrics]:
-        scores, metrics = judged(self._rewards, batch, prompts, self._crew)
-        return replace(batch, scores=scores), metrics
+    def _scored(self, experience: Experience) -> tuple[Batch, Metrics]:
+        scores, metrics = judged(self._rewards, experience.batch, experience.prompts, self._crew, experience.early)
+        return replace(experience.batch, scores=scores), metrics
 
     def _informative(self, experience: Experience) -> Experience:
         batch = experience.batch

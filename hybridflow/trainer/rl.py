@@ -98,7 +98,8 @@ class RLTrainer:
             return OneStepOff(self.roles.sampler, self.sampling, samples)
         rounds = builder.resample_rounds
         greedy = Need.GREEDY_ANSWER in needs_of(self.config.algorithm)
-        source = OnPolicy(self.roles.sampler, self.sampling, samples, {} if rounds else self.roles.scoring,
+        source = OnPolicy(self.roles.sampler, self.roles.rewards, self.sampling, samples,
+                          {} if rounds else self.roles.scoring,
                           with_greedy=greedy)
         if not rounds:
             return source

@@ -22,7 +22,7 @@ from hybridflow.engine.blueprint import Elsewhere
 from hybridflow.engine.native import ForwardEngine, Loss, Output, Resharder, TrainEngine, Update
 from hybridflow.micro_batch import MicroBatch, reassemble
 from hybridflow.models.decoder import HeadOutput
-from hybridflow.packing import MicroBatching
+from hybridflow.packing import MicroBatching, SharedPrompt
 from hybridflow.parallel.pipeline import Lane
 from hybridflow.protocols import Protocol, answering, given
 from hybridflow.row_moves import Arrival, RowsOfRank
@@ -64,9 +64,14 @@ class ScoringRole:
         self.engine = None if isinstance(engine, Elsewhere) else engine
         self.scoring, self.lane = at_once, lane
 
-    def ask_tokens(self, batch: Batch) -> TokenAnswers:
-        """Ask what the model says of each response token. Rows leave at once."""
-        return TokenAnswers(self, batch)
+    def ask_tokens(self, batch: Batch, *, keep_forward: bool = False) -> TokenAnswers:
+        """Ask what the model says of each response token. Rows leave at once.
+
+        Args:
+            keep_forward: of a role that learns from the batch in one update next: that need not compute the forward of
+                its first micro-batch again (`TrainEngine.forward`).
+        """
+        return TokenAnswers(self, batch, keep_forward)
 
     def ask_rows(self, batch: Batch) -> RowScores:
         """Ask what a score head says at each row's last token. Rows leave at once."""
@@ -86,15 +91,17 @@ class ScoringRole:
         """The engine's turn on the device, where there is one."""
         return nullcontext() if self.engine is None else self.engine.on_device()
 
-    def share(self, rows: Sequence[int], lengths: Sequence[int], at_once: MicroBatching, together: int = 1) -> Share:
-        """Cut `rows` of these lengths over replicas and micro-batches; every rank finds the same. Of units of
-        `together` consecutive rows none is parted.
+    def share(self, rows: Sequence[int], lengths: Sequence[int], at_once: MicroBatching, together: int = 1,
+              prompts: Sequence[SharedPrompt] | None = None) -> Share:
+        """Cut `rows` of these lengths and prompts over replicas and micro-batches; every rank finds the same. Of units
+        of `together` consecutive rows none is parted.
 
         Raises:
             ValueError: a row is longer than the budget of tokens.
         """
         grid, layout = self.blueprint.grid, self.blueprint.grid.layout
-        cut = at_once.cut(lengths, layout.dp, self.blueprint.token_multiple * layout.cp, together)
+        cut = at_once.cut(lengths, layout.dp, self.blueprint.token_multiple * layout.cp, together,
+                          prompts if self.blueprint.shares_prompts else None)
         of_replica = [tuple(rows[place] for micro_batch in replica for place in micro_batch) for replica in cut]
         mine = () if self.engine is None else cut[self.engine.mesh.coord.dp]
         return Share(given(Protocol.THREE_D, grid, of_replica, self.world.size),
@@ -104,24 +111,31 @@ class ScoringRole:
         """The same rows, on the stage with the head only: where answers are after a forward."""
         return answering(Protocol.THREE_D, self.blueprint.grid, rows_of, self.blueprint.has_head)
 
-    def answers(self, micro_batches: list[MicroBatch]) -> Tensor:
+    def answers(self, micro_batches: list[MicroBatch], keep_forward: bool = False) -> Tensor:
         """One number for each target of whole rows on the stage with the head, none on the others."""
+        with self.turn():
+            outputs = self.forward(micro_batches, keep_forward)
         assert self.engine is not None
-        with self.engine.on_device():
-            outputs = self.engine.forward(micro_batches, self.lane)
         mine = [reassemble(values(output), micro_batch, self.engine.mesh.cp)
                 for output, micro_batch in zip(outputs, micro_batches)]
         return torch.cat(mine) if mine else self.nothing()
 
+    def forward(self, micro_batches: list[MicroBatch], keep_forward: bool) -> list[Output]:
+        """What the engine gives for each."""
+        assert self.engine is not None and not keep_forward, "a role that only answers"
+        return self.engine.forward(micro_batches, self.lane)
+
     def pack(self, rows: Rows) -> MicroBatch:
         """My context rank's part of `rows`; without rows one without targets, to join every collective."""
         return MicroBatch.pack(rows.samples, rows.columns, device=self.world.device,
-                               multiple_of=self.blueprint.token_multiple, cp=self.part)
+                               multiple_of=self.blueprint.token_multiple, cp=self.part,
+                               share_prompts=self.blueprint.shares_prompts)
 
     def pack_last_tokens(self, rows: Rows) -> MicroBatch:
         """The same with a target a row, its last token; columns are `[rows]`."""
         return MicroBatch.pack_last_tokens(rows.samples, rows.columns, device=self.world.device,
-                                           multiple_of=self.blueprint.token_multiple, cp=self.part)
+                                           multiple_of=self.blueprint.token_multiple, cp=self.part,
+                                           share_prompts=self.blueprint.shares_prompts)
 
     @property
     def part(self) -> ContextPart:
@@ -140,9 +154,9 @@ class TokenAnswers:
     between them other roles may work.
     """
 
-    def __init__(self, role: ScoringRole, batch: Batch) -> None:
-        self._role, self._batch = role, batch
-        self._share = role.share(range(batch.num_rows), batch.row_lengths, role.scoring)
+    def __init__(self, role: ScoringRole, batch: Batch, keep_forward: bool = False) -> None:
+        self._role, self._batch, self._keep_forward = role, batch, keep_forward
+        self._share = role.share(range(batch.num_rows), batch.row_lengths, role.scoring, prompts=batch.prompts)
         self._rows = batch.send(role.world, self._share.rows_of, with_columns=False)
         self._arrival: Arrival | None = None
 
@@ -150,7 +164,8 @@ class TokenAnswers:
         """Let the role's ranks answer; answers leave for home."""
         role, answers = self._role, self._role.nothing()
         if role.engine is not None:
-            answers = role.answers([role.pack(run) for run in self._rows.wait().runs(self._share.sizes)])
+            packed = [role.pack(run) for run in self._rows.wait().runs(self._share.sizes)]
+            answers = role.answers(packed, self._keep_forward)
         self._arrival = self._batch.deliver(role.world, role.answering(self._share.rows_of), answers)
 
     def result(self) -> Tensor:
@@ -169,7 +184,7 @@ class RowScores:
 
     def __init__(self, role: ScoringRole, batch: Batch) -> None:
         self._role = role
-        self._share = role.share(range(batch.num_rows), batch.row_lengths, role.scoring)
+        self._share = role.share(range(batch.num_rows), batch.row_lengths, role.scoring, prompts=batch.prompts)
         self._rows = batch.send(role.world, self._share.rows_of, with_columns=False)
         self._scores = torch.zeros(batch.num_rows, dtype=torch.float64, device=role.world.device)
 
@@ -210,11 +225,18 @@ class TrainedRole(ScoringRole):
         self.trainer = engine
         self.training, self.reduction = learned_at_once, reduction
 
+    def forward(self, micro_batches: list[MicroBatch], keep_forward: bool) -> list[Output]:
+        """What the engine gives for each. Nothing is kept where updates are cut otherwise."""
+        assert isinstance(self.trainer, TrainEngine)
+        return self.trainer.forward(micro_batches, self.lane,
+                                    keep_first=keep_forward and self.scoring == self.training)
+
     def prepare(self, batch: Batch, rows: Sequence[int]) -> Lesson:
         """Send the role what it learns from in one optimizer step: `rows` of the batch, which may be ragged over
         replicas. Every rank calls it, and none waits here.
         """
-        share = self.share(rows, [batch.row_lengths[row] for row in rows], self.training)
+        share = self.share(rows, [batch.row_lengths[row] for row in rows], self.training,
+                           prompts=[batch.prompts[row] for row in rows])
         lengths = [batch.policy_lengths[row] for row in rows if batch.is_trained[row]]
         return Lesson(batch.send(self.world, share.rows_of), share.sizes, response_counts(lengths))
 

@@ -15,8 +15,7 @@ from hybridflow.batch import Batch
 from hybridflow.crew import Crew
 from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.generation.engines.interface import GenerationEngine
-from hybridflow.generation.records import Completion, FinishReason, Prompt, SamplingParams
-from hybridflow.generation.session import OnEnd
+from hybridflow.generation.records import Completion, FinishReason, OnEnd, Prompt, SamplingParams
 from hybridflow.generation.work_source import Balance, OwnShare, SharedQueue
 from hybridflow.hybrid_engine import HybridEngine
 from hybridflow.micro_batch import Sample, TokenColumns
@@ -30,7 +29,7 @@ from hybridflow.row_moves import RowsOfRank
 from hybridflow.trainer.board import Board
 from hybridflow.trainer.roles import TrainedRole
 from hybridflow.trainer.row_stream import RowSender, speaker
-from hybridflow.trainer.turns import NUM_NUMBERS, Talk, TurnLoop, talk_metrics, with_talks
+from hybridflow.trainer.turns import NUM_NUMBERS, OnAnswer, Said, Talk, TurnLoop, talk_metrics, with_talks
 
 
 @dataclass(frozen=True)
@@ -97,18 +96,20 @@ class Sampler:
                 self.hybrid.fill()
 
     def start(self, prompts: Sequence[TokenisedPrompt], params: SamplingParams, samples: int,
-              listeners: Sequence[Grid] = (), *, more_follows: bool = False) -> RolloutUnderWay:
+              listeners: Sequence[Grid] = (), *, more_follows: bool = False,
+              ended: OnAnswer | None = None) -> RolloutUnderWay:
         """Answers under the weights that the generator has. Ranks that do not generate go on at once.
 
         Args:
             listeners: roles that are sent answers as they end (`row_stream`).
             more_follows: the weights are needed once more before they change.
+            ended: called for every row as it ends, on one rank: that which speaks for its replica.
         """
         hybrid, dtype = self.hybrid, torch.promote_types(self.actor.blueprint.options.dtype, torch.float32)
         with self.timer.phase(Phase.GENERATE):
             under_way = begin(hybrid.generator, hybrid.mesh, prompts, params, samples=samples, seed=self.seed,
                               version=hybrid.version, dtype=dtype, balance=self.balance, listeners=listeners,
-                              turns=self.turns)
+                              ended=ended, turns=self.turns)
             if not (self.keeps_weights or more_follows):
                 hybrid.free()
         return replace(under_way, tells_versions=self.tells_versions)
@@ -192,21 +193,27 @@ def batch_of(mesh: Mesh | Outside, requests: Sequence[Prompt], groups: tuple[int
 def begin(generator: GenerationEngine | None, mesh: Mesh | Outside, prompts: Sequence[TokenisedPrompt],
           params: SamplingParams, *, samples: int, seed: int, version: int | None, dtype: torch.dtype,
           balance: Balance = Balance.OWN, listeners: Sequence[Grid] = (),
-          turns: TurnLoop | None = None) -> RolloutUnderWay:
+          ended: OnAnswer | None = None, turns: TurnLoop | None = None) -> RolloutUnderWay:
     """Let the replicas of `mesh` answer `prompts` under the weights of `version` (None: whatever they are), in several
-    `turns` where there are tools.
+    `turns` where there are tools. `ended` is told of whole answers.
     """
     requests = [Prompt(prompt.id, sample, prompt.ids) for prompt in prompts for sample in range(samples)]
     groups = tuple(group for group in range(len(prompts)) for _ in range(samples))
-    sender = None
-    if listeners and isinstance(mesh, Mesh) and speaker(mesh.grid, mesh.coord.dp) == mesh.world.rank:
-        sender = RowSender(mesh, requests, listeners)
-    ended, talks = None if sender is None else sender.end, None if turns is None else {}
+    speaks = isinstance(mesh, Mesh) and speaker(mesh.grid, mesh.coord.dp) == mesh.world.rank
+    sender = RowSender(mesh, requests, listeners) if listeners and speaks else None
+
+    def tell(row: int, ids: tuple[int, ...], said: Said | None = None) -> None:
+        if ended is not None:
+            ended(row, ids, said)
+        if sender is not None:
+            sender.end(row, ids)
+
+    talks, heard = None if turns is None else {}, speaks and (ended is not None or sender is not None)
     by_row = complete(generator, mesh, requests, params, seed=seed, version=version, balance=balance,
-                      ended=ended if turns is None else None)
+                      ended=tell if heard and turns is None else None)
     if turns is not None and isinstance(mesh, Mesh):
         by_row, talks = turns.converse(generator, mesh, requests, by_row, params, seed=seed, version=version,
-                                       ended=ended)
+                                       ended=tell if heard else None)
     if sender is not None:
         sender.finish()
     return RolloutUnderWay(mesh, requests, groups, by_row, dtype, talks=talks)

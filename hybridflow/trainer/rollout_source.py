@@ -18,6 +18,8 @@ from hybridflow.packing import split_rows
 from hybridflow.protocols import Protocol as Transfers
 from hybridflow.protocols import given
 from hybridflow.trainer.board import Board
+from hybridflow.trainer.judging import RewardSource
+from hybridflow.trainer.rewards.source import EarlyRows
 from hybridflow.trainer.roles import ScoringRole
 from hybridflow.trainer.rollout import Rollout, RolloutUnderWay, Sampler
 from hybridflow.trainer.row_stream import NUM_CHUNKS, StreamedAnswers, listens
@@ -32,12 +34,14 @@ class Experience:
     Attributes:
         streamed: by column what a role has said of the batch while it was generated.
         greedy: the greedy answer to each prompt, in their order; None where nobody needs it.
+        early: the rows whose rewards have been asked for already; None where none can have been.
     """
 
     prompts: Sequence[TokenisedPrompt]
     batch: Batch
     streamed: Mapping[str, StreamedAnswers] = field(default_factory=dict)
     greedy: Batch | None = None
+    early: EarlyRows | None = None
 
 
 class RolloutSource(Protocol):
@@ -64,8 +68,8 @@ class RolloutSource(Protocol):
 
 
 class OnPolicy:
-    """Every batch is answered under the weights that learn from it first. Roles whose ranks would wait meanwhile work
-    on the answers that have ended.
+    """Every batch is answered under the weights that learn from it first. Rewards are asked for as answers end, and
+    roles whose ranks would wait meanwhile work on these.
 
     Attributes:
         listening: those roles, by the column that they fill.
@@ -73,14 +77,14 @@ class OnPolicy:
 
     steps_ahead = 0
 
-    def __init__(self, sampler: Sampler, sampling: SamplingParams, samples_per_prompt: int,
+    def __init__(self, sampler: Sampler, rewards: RewardSource, sampling: SamplingParams, samples_per_prompt: int,
                  scoring: Mapping[str, tuple[Phase, ScoringRole]], *, with_greedy: bool = False) -> None:
         """
         Args:
             scoring: by column who fills it from the tokens of answers alone.
             with_greedy: answer every prompt once more, greedily.
         """
-        self._with_greedy = with_greedy
+        self._with_greedy, self._rewards = with_greedy, rewards
         self._sampler, self._sampling, self._samples = sampler, sampling, samples_per_prompt
         grid = sampler.hybrid.mesh.grid
         self.listening = {column: (phase, role) for column, (phase, role) in scoring.items()
@@ -96,8 +100,11 @@ class OnPolicy:
         if self._with_greedy:
             greedy = sampler.start(prompts, greedily(self._sampling), 1, more_follows=True).finish().batch
         streams = {column: StreamedAnswers(role, grid) for column, (_, role) in self.listening.items()}
+        early = self._rewards.begin()
         under_way = sampler.start(prompts, self._sampling, self._samples,
-                                  [role.blueprint.grid for _, role in self.listening.values()])
+                                  [role.blueprint.grid for _, role in self.listening.values()],
+                                  ended=lambda row, ids, spoken: early.submit(
+                                      row, prompts[row // self._samples], ids, spoken))
         for chunk in range(NUM_CHUNKS):
             for column, (phase, _) in self.listening.items():
                 with sampler.timer.phase(phase):
@@ -105,7 +112,7 @@ class OnPolicy:
         rollout = under_way.finish()
         _tell(board, rollout, sampler)
         return Experience(prompts, rollout.batch, {column: stream.bind(rollout.batch, rollout.replicas)
-                                                   for column, stream in streams.items()}, greedy)
+                                                   for column, stream in streams.items()}, greedy, early)
 
 
 class OneStepOff:

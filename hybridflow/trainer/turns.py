@@ -7,7 +7,7 @@ depend on seed, prompt, sample and position alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -16,11 +16,22 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.exchange import share_json
 from hybridflow.generation.engines.interface import GenerationEngine
 from hybridflow.generation.records import Begun, Completion, FinishReason, Prompt, SamplingParams
-from hybridflow.generation.session import OnEnd
 from hybridflow.parallel.mesh import Mesh
 from hybridflow.tools.observation import ObservationForm
 from hybridflow.tools.toolbox import ToolBox, ToolReply
 from hybridflow.trainer.row_stream import speaker
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the model said in one answer: the number of its turns, and the ids of the last one."""
+
+    turns: int
+    last: tuple[int, ...]
+
+
+# Of a request, its place among the prompts, the ids of its whole answer, and what is said in it where tools are.
+OnAnswer = Callable[[int, tuple[int, ...], Said | None], None]
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,10 @@ class Talk:
         observed = () if length is None else ((length, length + len(reply.ids)),)
         return Talk((*self.observed, *observed), self.calls + 1, self.faults + reply.failed, self.cuts + reply.cut)
 
+    def said(self, answer: tuple[int, ...]) -> Said:
+        """What the model said in the answer with these ids."""
+        return Said(len(self.observed) + 1, answer[self.turn_start:])
+
     def numbers(self) -> tuple[int, ...]:
         """Tokens that were not sampled, turns, calls, faults, cuts."""
         return (sum(stop - start for start, stop in self.observed), len(self.observed) + 1, self.calls, self.faults,
@@ -70,14 +85,6 @@ class Talk:
 
 
 NUM_NUMBERS = len(Talk().numbers())
-
-
-@dataclass(frozen=True)
-class Said:
-    """What the model said in one answer: the number of its turns, and the ids of the last one."""
-
-    turns: int
-    last: tuple[int, ...]
 
 
 def said(batch: Batch) -> Iterator[Said | None]:
@@ -113,7 +120,7 @@ class TurnLoop:
 
     def converse(self, generator: GenerationEngine, mesh: Mesh, requests: Sequence[Prompt],
                  first: Mapping[int, Completion], params: SamplingParams, *, seed: int, version: int | None = None,
-                 ended: OnEnd | None = None) -> tuple[dict[int, Completion], dict[int, Talk]]:
+                 ended: OnAnswer | None = None) -> tuple[dict[int, Completion], dict[int, Talk]]:
         """The answers that begin with the turns in `first`, by the place of their request, and what tools had to do
         with them. Every rank of a replica calls it with the same rows; replicas do not wait for each other.
 
@@ -121,7 +128,8 @@ class TurnLoop:
 
         Args:
             params: their max_new_tokens is that of a whole answer, with what tools say.
-            version, ended: as `GenerationEngine.generate` has them; `ended` is told of whole answers.
+            version: as `GenerationEngine.generate` has it.
+            ended: told of each whole answer.
         """
         rows, talks = dict(first), {row: Talk() for row in first}
         going = sorted(rows)
@@ -136,7 +144,7 @@ class TurnLoop:
                 if reply.ids and not fits:
                     rows[row] = replace(rows[row], finish_reason=FinishReason.LENGTH)
             for row in sorted(set(going).difference(fitting)) if ended is not None else ():
-                ended(row, rows[row].response_ids)
+                ended(row, rows[row].response_ids, talks[row].said(rows[row].response_ids))
             if not fitting:
                 break
             prompts = [replace(requests[row], begun=_followed(rows[row], replies[row].ids)) for row in fitting]

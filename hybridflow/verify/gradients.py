@@ -52,11 +52,13 @@ class Step:
 
 
 def engine_of(mesh: Mesh, combination: Combination) -> TrainEngine:
-    """The engine under test, its weights drawn. Collective."""
+    """The engine under test, its weights drawn. Collective. One process alone, which others are held against, computes
+    every row with a prompt of its own.
+    """
     options = EngineOptions(
         torch.float64, combination.sequence_parallel, combination.layers_per_chunk, temperature=0.7,
         chunks=combination.chunks, recompute=combination.recompute, recompute_layers=combination.recompute_layers,
-        offload=combination.offload is Offload.ROLE)
+        offload=combination.offload is Offload.ROLE, share_prompts=mesh.world.size > 1)
     train = TrainOptions(combination.schedule, zero_stage=combination.zero_stage, bucket_bytes=combination.bucket_bytes,
                          offload_optimizer=combination.offload is Offload.OPTIMIZER)
     engine = TrainEngine(model_of(combination), mesh, head_of(combination.model), options, train=train,

@@ -26,6 +26,7 @@ from hybridflow.verify.combinations import FAILED, ROWS, Combination, TinyModel
 
 VOCAB = 37
 SEED = 7
+SAMPLES = 3  # to a prompt
 ACTOR = ActorObjective(Clip(0.2, 0.3, dual=2.0), entropy_coef=0.01, kl_estimator=KlEstimator.K3, kl_coef=0.1)
 # Ratios and weights of whole responses, which context ranks have parts of.
 OF_SEQUENCES = ActorObjective(Clip(0.5, 2.0), kl_estimator=KlEstimator.K2, kl_coef=0.1, policy_loss=gspo_policy_loss,
@@ -62,14 +63,17 @@ def loss_of(model: TinyModel) -> Loss:
 
 
 def ragged_batch(world: World, some_failed: bool = False) -> Batch:
-    """Rows of 1-5 prompt and 1-6 response tokens, every one at home on rank 0 so that all must travel.
+    """Rows of 1-5 prompt and 1-6 response tokens, neighbours with the same prompt, every one at home on rank 0 so that
+    all must travel.
 
     Args:
         some_failed: the rewards of `FAILED` are not there, so that these rows are not trained.
     """
     draw = random.Random(SEED)
     ids = lambda most: tuple(draw.randrange(VOCAB) for _ in range(draw.randint(1, most)))  # noqa: E731
-    samples = tuple(Sample(ids(5), ids(6)) for _ in range(ROWS))
+    groups = tuple(row // SAMPLES for row in range(ROWS))
+    prompts = [ids(5) for _ in range(groups[-1] + 1)]
+    samples = tuple(Sample(prompts[group], ids(6)) for group in groups)
     mine = samples if world.rank == 0 else ()
     generator = torch.Generator().manual_seed(SEED)
     targets = sum(len(sample.response) for sample in mine)
@@ -83,4 +87,4 @@ def ragged_batch(world: World, some_failed: bool = False) -> Batch:
         columns = columns.with_columns(loss_mask=torch.tensor(trained, dtype=torch.float64))
     home = (tuple(range(ROWS)), *((),) * (world.size - 1))
     return Batch(tuple(len(sample.prompt) for sample in samples), tuple(len(sample.response) for sample in samples),
-                 tuple(range(ROWS)), home, mine, columns, scores)
+                 groups, home, mine, columns, scores)

@@ -42,7 +42,8 @@ def measured(world, layout, chunks, config, head, dtype, sequence_parallel, samp
                          dtype=dtype, recompute=recompute, recompute_layers=layers)
     init_weights(stage.state_dict(), decoder_shard_map(config, mesh.grid, head, chunks), world.rank, 3, config)
     batch = MicroBatch.pack(samples, device=world.device, multiple_of=layout.tp if sequence_parallel else 1)
-    memory = ActivationMemory(config, head, dtype, layout.tp, 1, sequence_parallel, recompute, layers)
+    memory = ActivationMemory(config, head, dtype, layout.tp, 1, sequence_parallel, recompute, layers,
+                              fused=stage.fuses_attention)
     tokens = batch.input_ids.shape[0] // (layout.tp if sequence_parallel else 1)
     x = torch.rand(tokens, config.hidden_size, dtype=dtype)
     found = {}

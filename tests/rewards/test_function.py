@@ -1,6 +1,5 @@
 """Reward functions of users, run for real. Case 24 of the public cases is here."""
 
-import signal
 import subprocess
 import sys
 import threading
@@ -11,17 +10,15 @@ from pathlib import Path
 import pytest
 
 from hybridflow.rewards.function import RewardFunction
-from hybridflow.rewards.pool import WorkerPool
-from hybridflow.rewards.records import FaultKind, RewardRequest, Score
-from hybridflow.rewards.worker import Target
+from hybridflow.rewards.records import FaultKind, RewardRequest
 from tests.ranks import run_ranks
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
 LIMIT_S = 1.0
 
 
-def load(name, timeout_s=30.0):
-    return closing(RewardFunction.load(f"{FUNCTIONS}:{name}", timeout_s=timeout_s))
+def load(name, timeout_s=30.0, **settings):
+    return closing(RewardFunction.load(f"{FUNCTIONS}:{name}", timeout_s=timeout_s, **settings))
 
 
 def rows(*solutions, truth="yes"):
@@ -62,18 +59,11 @@ def test_case_24_and_again_off_the_main_thread():
 
 
 def test_one_worker_alone_runs_every_row():
-    pool = WorkerPool(Target(str(FUNCTIONS), "score"), limit_s=LIMIT_S, max_workers=1)
-    calls = [
-        {"data_source": "test", "solution_str": solution, "ground_truth": "yes", "extra_info": {}}
-        for solution in ("yes", "raise", "spin", "nan", "no")
-    ]
-    try:
-        pool.start()
-        outcomes = pool.run(calls)
-    finally:
-        pool.close()
-    kinds = [outcome.value if isinstance(outcome, Score) else outcome.kind for outcome in outcomes]
-    assert kinds == [1.0, FaultKind.RAISED, FaultKind.TIMED_OUT, FaultKind.NOT_FINITE, 0.0]
+    with load("score", timeout_s=LIMIT_S, num_workers=1) as function:
+        result = function.score(rows("yes", "raise", "spin", "nan", "no"))
+    assert numbers(result) == [1.0, None, None, None, 0.0]
+    assert [fault and fault.kind for fault in result.row_faults] == [
+        None, FaultKind.RAISED, FaultKind.TIMED_OUT, FaultKind.NOT_FINITE, None]
 
 
 def test_rows_that_spin_spin_side_by_side():
@@ -180,6 +170,24 @@ def test_files_that_are_missing_or_do_not_import(tmp_path, monkeypatch):
         load("score", timeout_s=0.0)
 
 
+def test_a_function_that_cannot_be_loaded_again_is_told_to_whoever_collects(tmp_path):
+    file = tmp_path / "once.py"
+    file.write_text(FUNCTIONS.read_text())
+    with closing(RewardFunction.load(f"{file}:violent", timeout_s=30.0)) as function:
+        file.write_text("import no_such_library\n")
+        function.submit("dies", rows("die")[0])
+        assert function.collect(["dies"])["dies"].kind is FaultKind.CRASHED
+        for _ in range(2):
+            with pytest.raises(ValueError, match="does not import"):
+                function.score(rows("a", "b"))
+        function.submit("later", rows("a")[0])
+        with pytest.raises(ValueError, match="does not import"):
+            function.collect()
+        file.write_text(FUNCTIONS.read_text())
+        function.close()
+        assert not function.score(rows("a")).faults
+
+
 SCRIPT = """
 from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.records import RewardRequest
@@ -235,17 +243,3 @@ def test_the_file_is_not_run_in_the_process_of_the_rank():
     with load("score") as function:
         assert function.score(rows("yes")).scores.tolist() == [1.0]
     assert not [name for name in sys.modules if "reward_file" in name]
-
-
-SPIN = """
-import re
-from hybridflow.rewards import worker
-worker._bound_cpu(limit_s=0.01 - worker.CPU_SLACK_S)
-re.match(r"(a+)+$", "a" * 64 + "b")
-"""
-
-
-def test_the_kernel_ends_a_call_that_spins_on_when_nobody_can_kill_it():
-    root = FUNCTIONS.parents[2]
-    done = subprocess.run([sys.executable, "-c", SPIN], cwd=root, timeout=60, capture_output=True)
-    assert done.returncode == -signal.SIGXCPU

@@ -4,6 +4,7 @@ import pytest
 import reasoning_gym
 
 from hybridflow.rewards.function import ReasoningScoring, RewardFunction
+from hybridflow.rewards.plain_answers import EXPRESSIONS, LISTS, may_be_scored
 from hybridflow.rewards.reasoning import extract_answer, score_exact, score_partial
 from hybridflow.rewards.records import FaultKind, RewardRequest
 
@@ -97,3 +98,24 @@ def test_partial_scores_in_a_worker_with_its_extras_and_a_limit():
     kinds = [fault.kind if fault else None for fault in result.row_faults]
     assert kinds == [None, FaultKind.TIMED_OUT, None, FaultKind.RAISED]
     assert "'entry'" in result.row_faults[3].message
+
+
+@pytest.mark.parametrize("task", sorted(LISTS | EXPRESSIONS))
+def test_no_text_of_a_model_is_run_as_code(task, tmp_path):
+    entry, file = entry_of(task), tmp_path / "written"
+    for text in (f"open({str(file)!r}, 'w')", f"[open({str(file)!r}, 'w') for _ in (1,)]",
+                 f"__import__('pathlib').Path({str(file)!r}).touch()", f"1 + 0*len(open({str(file)!r}, 'w').name)"):
+        judged = judge(score_partial, task, text, entry)
+        assert judged["score"] < 0.1 and not file.exists()
+    assert judge(score_partial, task, entry["answer"], entry)["score"] == 1.0
+
+
+def test_answers_that_are_lists_or_expressions_still_count():
+    entry = entry_of("spiral_matrix")
+    assert judge(score_partial, "spiral_matrix", str(entry["answer"].split()), entry)["score"] == 0.1
+    for plain in ("2*(3 + 4) - 10/5", "x**2/2 + C", "log(x)*sin(2*x)", "3.5*x^2", "-7"):
+        assert may_be_scored("countdown", plain), plain
+    for code in ("x.diff()", "2 .real", "lambda: 1", "[1]", "'a'", "a_b", "open(1)", "f = 2", "1;2",
+                 "(" * 2001, "1" * 1999 + "!"):
+        assert not may_be_scored("countdown", code), code
+    assert may_be_scored("chain_sum", "open(1)")  # its scorer compares texts

@@ -26,8 +26,8 @@ def test_a_faulty_row_is_not_a_number_and_says_why():
         (OUTCOMES, "1 of 3 rewards failed (1 raised); first: row 1 of data source 'set 1': ValueError: no number"),
         (
             [RowFault(kind, kind.value) for kind in reversed(FaultKind)] + OUTCOMES,
-            "6 of 8 rewards failed (2 raised, 1 timed_out, 1 not_finite, 1 wrong_type, 1 crashed); "
-            "first: row 0 of data source 'set 0': crashed",
+            "7 of 9 rewards failed (2 raised, 1 timed_out, 1 not_finite, 1 wrong_type, 1 crashed, 1 out_of_memory); "
+                "first: row 0 of data source 'set 0': out_of_memory",
         ),
         ([Score(0.0)], None),
         ([], None),

@@ -45,6 +45,15 @@ def test_supervised_training_starts_with_its_layout_and_its_activations(runs: Pa
     assert "Activations of the actor: at most" in said and "8 rows of 21 tokens at once" in said
 
 
+def test_a_reward_whose_policy_is_error_ends_the_run_with_one_message(runs: Path, tmp_path: Path, capfd):
+    rule = Path(__file__).with_name("failing_reward.py")
+    assert main(["train", str(runs / "ppo" / "config.yaml"), f"logging.dir={tmp_path}", f"reward.function={rule}:never",
+                 "reward.on_fault.not_finite=error", "evaluation.every_steps=null", "logging.trace_step=null"]) == 3
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "reward" in line]
+    assert line == ("the reward of row 0 (data source 'spell_backward') failed, and reward.on_fault ends the run: the "
+                    "score is nan")
+
+
 def test_a_run_leaves_metrics_samples_curve_trace_and_config(runs: Path):
     records = read_metrics(runs / "ppo" / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]

@@ -67,7 +67,7 @@ class Rewards:
     def __init__(self, world):
         self.world, self.last_extras = world, {}
 
-    def ask(self, batch, prompts):
+    def ask(self, batch, prompts, early=None, crew=None):
         return Judgement(self, batch, prompts)
 
     def score(self, batch, prompts):

@@ -40,7 +40,7 @@ def test_the_config_says_how_tools_are_called(tokenizer: Path, tmp_path: Path):
     def read(*overrides: str) -> Inputs:
         inputs = Inputs.read(tiny_config(tokenizer, tmp_path, overrides))
         inputs.close_tools()
-        inputs.reward_function.close()
+        inputs.rewards[0].scorer.close()
         return inputs
 
     plain, tags = read(), read(f"tools.file={CALCULATOR}")

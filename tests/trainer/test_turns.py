@@ -15,7 +15,7 @@ from hybridflow.parallel.world import World
 from hybridflow.tools.observation import ObservationForm
 from hybridflow.tools.toolbox import ToolReply
 from hybridflow.trainer.rollout import begin
-from hybridflow.trainer.turns import TurnLoop, said
+from hybridflow.trainer.turns import Said, TurnLoop, said
 from tests.generation.test_engine import full_log_probs, make_generator
 from tests.ranks import run_ranks
 from tests.trainer.test_rollout import RuleGenerator
@@ -177,13 +177,15 @@ def test_errors_are_read_or_end_the_answer():
 
 
 def test_the_end_of_an_answer_is_told_once():
-    told: list[tuple[int, tuple[int, ...]]] = []
+    told: list[tuple[int, tuple[int, ...], Said]] = []
     mesh = Mesh(Grid(Layout(), (0,)), World.single(torch.device("cpu")))
     speaks = Speaker(mesh, False)
     requests = [Prompt(prompt.id, sample, prompt.ids) for prompt in prompts_of(2) for sample in range(4)]
     rows, _ = loop().converse(speaks, mesh, requests, dict(enumerate(speaks.generate(requests, PARAMS, 0))), PARAMS,
-                              seed=0, ended=lambda row, ids: told.append((row, ids)))
-    assert sorted(told) == [(row, rows[row].response_ids) for row in range(8)]
+                              seed=0, ended=lambda *answer: told.append(answer))
+    ids = [rows[row].response_ids for row in range(8)]
+    assert sorted(told, key=lambda one: one[0]) == [(row, ids[row], Said(min(row % 4 + 1, 3), ids[row][-3:]))
+                                                    for row in range(8)]
 
 
 def test_what_was_generated_is_not_computed_again():

@@ -131,9 +131,9 @@ def answers_one_target_late(mesh: Mesh, combination: Combination) -> TrainEngine
     engine = engine_of(mesh, combination)
     forward = engine.forward
 
-    def late(micro_batches: Sequence[MicroBatch], trace: Lane | None = None) -> list[Output]:
+    def late(micro_batches: Sequence[MicroBatch], trace: Lane | None = None, *, keep_first: bool) -> list[Output]:
         return [out.roll(1) if isinstance(out, Tensor) else HeadOutput(out.log_probs.roll(1), out.entropy)
-                for out in forward(micro_batches, trace)]
+                for out in forward(micro_batches, trace, keep_first=keep_first)]
 
     engine.forward = late
     return engine

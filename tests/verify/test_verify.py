@@ -76,7 +76,7 @@ def test_what_only_a_second_step_shows_is_found_in_it(fault: Callable):
 
 
 @pytest.mark.parametrize("fault, beginning", [
-    (faulty.answers_one_target_late, "answers"), (faulty.update_dropped, "model."), (faulty.gather_lost, "model."),
+    (faulty.answers_one_target_late, "answers"), (faulty.update_dropped, "lm_head."), (faulty.gather_lost, "model."),
     (faulty.context_not_summed, "main_grad/"),
 ], ids=lambda value: value if isinstance(value, str) else value.__name__)
 def test_a_fault_says_what_was_wrong_and_when(fault: Callable, beginning: str):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hybridflow.generation.records import Completion, Prompt, SamplingParams
+from hybridflow.generation.records import Completion, OnEnd, Prompt, SamplingParams
 from hybridflow.generation.work_source import WorkSource
 
 
@@ -35,7 +35,7 @@ class GenerationEngine(Protocol):
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int,
                  expected_version: int | None = None, *, source: WorkSource | None = None,
                  interrupt: Callable[[], bool] | None = None,
-                 ended: Callable[[int, tuple[int, ...]], None] | None = None) -> list[Completion]:
+                 ended: OnEnd | None = None) -> list[Completion]:
         """Complete the prompts, in their order. A sample depends on the weights, `params`, `seed` and its own `Prompt`.
 
         Its log-probs are raw ones, under the sampling temperature and before anything else, for the algorithm; where

@@ -29,7 +29,7 @@ from hybridflow.generation.engines.vllm_words import (
     unfinished,
 )
 from hybridflow.generation.limits import GenerationLimits, ranks_of_host
-from hybridflow.generation.records import Completion, Prompt, SamplingParams
+from hybridflow.generation.records import Completion, OnEnd, Prompt, SamplingParams
 from hybridflow.generation.work_source import WorkSource
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.weights import canonical_shapes
@@ -132,7 +132,7 @@ class VllmEngine:
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int,
                  expected_version: int | None = None, *, source: WorkSource | None = None,
                  interrupt: Callable[[], bool] | None = None,
-                 ended: Callable[[int, tuple[int, ...]], None] | None = None) -> list[Completion]:
+                 ended: OnEnd | None = None) -> list[Completion]:
         """As `GenerationEngine.generate`. Draws are vLLM's, from a random generator for each sample.
 
         Where min_p and top_p restrict together, vLLM applies min_p first. All that `source` has for this replica is

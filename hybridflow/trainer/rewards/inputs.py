@@ -1,0 +1,141 @@
+"""What the rewards of a config need before ranks meet: functions with their workers running, folders looked into.
+
+Whatever is wrong with these is a ValueError here. It makes no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hybridflow.config.data_schema import task_names
+from hybridflow.config.reward_rules import is_decoder_folder
+from hybridflow.config.reward_schema import OnFault, OnFaultConfig, RewardPartConfig
+from hybridflow.config.schema import Config
+from hybridflow.config.shapes import has_tokenizer
+from hybridflow.config.words import FaultAction, GymScoring
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
+from hybridflow.data.tokenizer_match import same_tokenizer
+from hybridflow.models.config import ModelConfig
+from hybridflow.models.text_classifier import require_classifier
+from hybridflow.rewards.function import ReasoningScoring, RewardFunction
+from hybridflow.rewards.policy import Consequence, FaultPolicy
+from hybridflow.rewards.records import FaultKind
+
+
+@dataclass(frozen=True)
+class RewardDecoder:
+    """A decoder of ours. `tokenizer` is its own, None where it reads the actor's ids."""
+
+    path: str
+    tokenizer: Tokenizer | None
+
+
+@dataclass(frozen=True)
+class RewardClassifier:
+    """Any other sequence classifier; its tokenizer is opened with it."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """A part of the reward, by what scores it; the rest as in `source.WeightedPart`."""
+
+    scorer: RewardFunction | RewardDecoder | RewardClassifier
+    policy: FaultPolicy
+    name: str = ""
+    weight: float = 1.0
+    data_sources: frozenset[str] = frozenset()
+
+
+def read_rewards(config: Config, tokenizer: Tokenizer, vocab_size: int) -> tuple[RewardInput, ...]:
+    """Every part of the reward; one where there is no mixture.
+
+    Args:
+        tokenizer, vocab_size: the actor's.
+
+    Raises:
+        ValueError: a function, a model's folder or its tokenizer is not as it must be.
+    """
+    reward = config.reward
+    if reward.mixture:
+        return tuple(_part(config, part, tokenizer, vocab_size) for part in reward.mixture)
+    policy, path = fault_policy(reward.on_fault), config.model.reward_model.path
+    if path is not None:
+        return (RewardInput(_model(config, "model.reward_model.path", path, tokenizer, vocab_size), policy),)
+    scoring = reward.reasoning_gym if reward.function is None else None
+    return (RewardInput(_function(config, reward.function, scoring), policy),)
+
+
+def _part(config: Config, part: RewardPartConfig, tokenizer: Tokenizer, vocab_size: int) -> RewardInput:
+    if part.model is not None:
+        scorer = _model(config, f"reward.mixture {part.name}: model", part.model, tokenizer, vocab_size)
+    else:
+        scorer = _function(config, part.function, part.reasoning_gym)
+    policy = fault_policy(config.reward.on_fault if part.on_fault is None else part.on_fault)
+    return RewardInput(scorer, policy, part.name, part.weight, frozenset(part.data_sources))
+
+
+def _function(config: Config, spec: str | None, scoring: GymScoring | None) -> RewardFunction:
+    """The function `spec`, else the tasks' scorers."""
+    reward = config.reward
+    if spec is not None:
+        return RewardFunction.load(spec, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb,
+                                   num_workers=reward.workers, batched=reward.batched)
+    assert scoring is not None, "the config was checked"
+    return RewardFunction.reasoning_gym(ReasoningScoring(scoring.value), task_names(config.data),
+                                        timeout_s=reward.timeout_s, memory_mb=reward.memory_mb,
+                                        num_workers=reward.workers)
+
+
+def _model(config: Config, key: str, path: str, tokenizer: Tokenizer,
+           vocab_size: int) -> RewardDecoder | RewardClassifier:
+    try:
+        if not is_decoder_folder(path):
+            require_classifier(path, config.model.reward_model.label)
+            return RewardClassifier(path)
+        return RewardDecoder(path, _own_tokenizer(path, tokenizer, vocab_size))
+    except ValueError as error:
+        raise ValueError(f"{key} = {error}") from error
+
+
+def _own_tokenizer(path: str, spoken: Tokenizer, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer in a decoder's folder, None where it has none or the actor's.
+
+    Raises:
+        ValueError: the model has no embedding of ids that it would be given.
+    """
+    model = ModelConfig.from_hf_folder(path)
+    read = open_tokenizer(path) if has_tokenizer(path) else None
+    own = None if read is None or same_tokenizer(read, spoken) else read
+    needed = vocab_size if own is None else own.vocab_size
+    if model.vocab_size < needed:
+        whose = "the actor's, whose tokens it has to read" if own is None else "its own tokenizer's"
+        raise ValueError(f"{path}: its vocabulary of {model.vocab_size} is smaller than that of {needed} of {whose}")
+    return own
+
+
+def require_parts(rewards: Sequence[RewardInput], data_sources: Iterable[str]) -> None:
+    """Every data source is scored, where anything is.
+
+    Raises:
+        ValueError: the data sources that no part scores.
+    """
+    unscored = sorted({source for source in data_sources
+                       if not any(not part.data_sources or source in part.data_sources for part in rewards)})
+    if rewards and unscored:
+        raise ValueError(f"reward.mixture: no part scores the data source {', '.join(map(repr, unscored))}; name it in "
+                         "the data_sources of a part, or leave those of one empty")
+
+
+def fault_policy(block: OnFaultConfig) -> FaultPolicy:
+    """The policy of a config block."""
+    return FaultPolicy({FaultKind(cause): _action(value) for cause, value in vars(block).items()})
+
+
+def _action(value: OnFault) -> Consequence | float:
+    if not isinstance(value, str):
+        return float(value)
+    action = FaultAction(value)
+    return 0.0 if action is FaultAction.ZERO else Consequence(action.value)
