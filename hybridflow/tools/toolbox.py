@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.rewards.function import RewardFunction
-from hybridflow.rewards.records import RewardRequest
+from hybridflow.rewards.records import RewardRequest, RowFault
 from hybridflow.tools import calling
 from hybridflow.tools.detect import may_call
 
@@ -33,7 +33,7 @@ class ToolReply:
 
 
 class ToolBox:
-    """The tools of one file. Not for several threads at once. Close it in the end."""
+    """The tools of one file. Close it in the end."""
 
     def __init__(self, file: str, call: str, *, timeout_s: float) -> None:
         """Start a worker and let it load the file.
@@ -46,6 +46,7 @@ class ToolBox:
             ValueError: the file does not import, or has no function; or that of `call` is not there.
         """
         self._call, self._asked = call, {"file": file, "call": call}
+        self._running: set[int] = set()
         self._workers = RewardFunction.load(f"{Path(calling.__file__)}:{calling.answer_turn.__name__}",
                                             timeout_s=timeout_s)
         listed = self._workers.score([RewardRequest("", "", None, {**self._asked, "list": True})])
@@ -54,16 +55,22 @@ class ToolBox:
             raise ValueError(f"tools.file = {file}, tools.call = {call}: {fault.message}")
         self.names = tuple(listed.extras[0]["names"].split(", "))
 
-    def answer(self, turns: Sequence[str]) -> list[ToolReply | None]:
-        """What the tools say that these turns call; None where a turn calls none."""
-        replies: list[ToolReply | None] = [None] * len(turns)
-        places = [place for place, text in enumerate(turns) if may_call(self._call, text)]
-        result = self._workers.score([RewardRequest("", turns[place], None, self._asked) for place in places])
-        for place, extras, fault in zip(places, result.extras, result.row_faults, strict=True):
-            if fault is not None:
-                replies[place] = ToolReply(f"error: {' '.join(fault.message.split())}", failed=True)
-            elif extras["called"]:
-                replies[place] = ToolReply(extras["text"], cut=extras["cut"])
+    def submit(self, row: int, turn: str) -> None:
+        """Let what the last turn of a row calls run, while other rows are still being generated. Returns at once."""
+        if may_call(self._call, turn):
+            self._workers.submit(row, RewardRequest("", turn, None, self._asked))
+            self._running.add(row)
+
+    def collect(self, rows: Sequence[int]) -> dict[int, ToolReply]:
+        """Wait for what the tools say to turns of these rows that were submitted; of those that call one."""
+        wanted = [row for row in rows if row in self._running]
+        self._running.difference_update(wanted)
+        replies: dict[int, ToolReply] = {}
+        for row, outcome in self._workers.collect(wanted).items():
+            if isinstance(outcome, RowFault):
+                replies[row] = ToolReply(f"error: {' '.join(outcome.message.split())}", failed=True)
+            elif outcome.extras["called"]:
+                replies[row] = ToolReply(outcome.extras["text"], cut=outcome.extras["cut"])
         return replies
 
     def close(self) -> None:

@@ -209,11 +209,11 @@ def begin(generator: GenerationEngine | None, mesh: Mesh | Outside, prompts: Seq
             sender.end(row, ids)
 
     talks, heard = None if turns is None else {}, speaks and (ended is not None or sender is not None)
+    going = turns.begin(mesh, requests, params) if turns is not None and isinstance(mesh, Mesh) else None
     by_row = complete(generator, mesh, requests, params, seed=seed, version=version, balance=balance,
-                      ended=tell if heard and turns is None else None)
-    if turns is not None and isinstance(mesh, Mesh):
-        by_row, talks = turns.converse(generator, mesh, requests, by_row, params, seed=seed, version=version,
-                                       ended=tell if heard else None)
+                      ended=(tell if heard else None) if going is None else going.turn_ended)
+    if going is not None:
+        by_row, talks = going.go_on(generator, by_row, seed=seed, version=version, ended=tell if heard else None)
     if sender is not None:
         sender.finish()
     return RolloutUnderWay(mesh, requests, groups, by_row, dtype, talks=talks)

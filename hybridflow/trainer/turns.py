@@ -118,63 +118,90 @@ class TurnLoop:
     max_turns: int
     ends_at_error: bool = False
 
-    def converse(self, generator: GenerationEngine, mesh: Mesh, requests: Sequence[Prompt],
-                 first: Mapping[int, Completion], params: SamplingParams, *, seed: int, version: int | None = None,
-                 ended: OnAnswer | None = None) -> tuple[dict[int, Completion], dict[int, Talk]]:
-        """The answers that begin with the turns in `first`, by the place of their request, and what tools had to do
-        with them. Every rank of a replica calls it with the same rows; replicas do not wait for each other.
+    def begin(self, mesh: Mesh, requests: Sequence[Prompt], params: SamplingParams) -> Conversations:
+        """Answers to these requests, none of which has a turn yet. `params`: their max_new_tokens is that of a whole
+        answer, with what tools say.
+        """
+        return Conversations(self, mesh, requests, params)
 
-        An answer for whose next turn there is no room ends, as others do at the length limit.
+    def ids(self, reply: ToolReply, last: int) -> Reply:
+        """What stands behind a turn whose last id is `last`."""
+        if reply.failed and self.ends_at_error:
+            return Reply((), True, False)
+        ids, cut = self.form.ids(reply.text, last)
+        return Reply(ids, reply.failed, cut or reply.cut)
+
+
+class Conversations:
+    """Answers on their way. Every rank of a replica makes the same calls on the same rows, and one of them asks the
+    tools; replicas do not wait for each other.
+    """
+
+    def __init__(self, loop: TurnLoop, mesh: Mesh, requests: Sequence[Prompt], params: SamplingParams) -> None:
+        self._loop, self._mesh, self._requests, self._params = loop, mesh, requests, params
+        self._asks = speaker(mesh.grid, mesh.coord.dp) == mesh.world.rank
+        self._talks: dict[int, Talk] = {}
+        self._asked: set[int] = set()  # rows whose last turn the tools have been given
+
+    def turn_ended(self, row: int, ids: tuple[int, ...]) -> None:
+        """The last turn of a row has ended: what it calls runs while others are still generated."""
+        talk = self._talks.setdefault(row, Talk())
+        if self._asks and row not in self._asked and self._may_go_on(row, len(ids)):
+            self._asked.add(row)
+            self._loop.toolbox.submit(row, self._loop.tokenizer.decode(ids[talk.turn_start:]))
+
+    def go_on(self, generator: GenerationEngine, first: Mapping[int, Completion], *, seed: int,
+              version: int | None = None,
+              ended: OnAnswer | None = None) -> tuple[dict[int, Completion], dict[int, Talk]]:
+        """The answers that begin with the turns in `first`, by the place of their request, and what tools had to do
+        with them. An answer for whose next turn there is no room ends, as others do at the length limit.
 
         Args:
-            params: their max_new_tokens is that of a whole answer, with what tools say.
             version: as `GenerationEngine.generate` has it.
             ended: told of each whole answer.
         """
-        rows, talks = dict(first), {row: Talk() for row in first}
-        going = sorted(rows)
-        for turn in range(1, self.max_turns + 1):
-            able = [row for row in going if _room(requests[row], rows[row], params) > 1 and turn < self.max_turns]
-            replies = self._replies(mesh, {row: rows[row].response_ids[talks[row].turn_start:] for row in able})
-            fitting = [row for row, reply in replies.items()
-                       if 0 < len(reply.ids) < _room(requests[row], rows[row], params)]
+        rows, going = dict(first), sorted(first)
+        while going:
+            replies = self._replies(rows, going)
+            fitting = [row for row, reply in replies.items() if 0 < len(reply.ids) < self._room(row, rows[row])]
             for row, reply in replies.items():
-                fits = row in fitting
-                talks[row] = talks[row].after(reply, len(rows[row].response_ids) if fits else None)
-                if reply.ids and not fits:
+                length = len(rows[row].response_ids) if row in fitting else None
+                self._talks[row] = self._talks[row].after(reply, length)
+                if reply.ids and row not in fitting:
                     rows[row] = replace(rows[row], finish_reason=FinishReason.LENGTH)
             for row in sorted(set(going).difference(fitting)) if ended is not None else ():
-                ended(row, rows[row].response_ids, talks[row].said(rows[row].response_ids))
-            if not fitting:
-                break
-            prompts = [replace(requests[row], begun=_followed(rows[row], replies[row].ids)) for row in fitting]
-            rows |= zip(fitting, generator.generate(prompts, params, seed, expected_version=version), strict=True)
+                ended(row, rows[row].response_ids, self._talks[row].said(rows[row].response_ids))
+            prompts = [replace(self._requests[row], begun=_followed(rows[row], replies[row].ids)) for row in fitting]
+            if fitting:
+                found = generator.generate(prompts, self._params, seed, expected_version=version,
+                                           ended=lambda place, ids, rows=fitting: self.turn_ended(rows[place], ids))
+                rows |= zip(fitting, found, strict=True)
             going = fitting
-        return rows, talks
+        return rows, self._talks
 
-    def _replies(self, mesh: Mesh, turns: Mapping[int, tuple[int, ...]]) -> dict[int, Reply]:
-        """What tools say to these turns, of those that call one; the same on every rank of the replica, of which one
-        asks.
+    def _replies(self, rows: Mapping[int, Completion], going: Sequence[int]) -> dict[int, Reply]:
+        """What tools say to the last turns of these rows, of those that call one and may go on; the same on every rank
+        of the replica.
         """
+        for row in going:
+            self.turn_ended(row, rows[row].response_ids)  # where the engine has not said so
         told: list[tuple[int, tuple[int, ...], bool, bool]] = []
-        if turns and speaker(mesh.grid, mesh.coord.dp) == mesh.world.rank:
-            answers = self.toolbox.answer([self.tokenizer.decode(ids) for ids in turns.values()])
-            told = [(row, *self._ids(reply, ids[-1])) for (row, ids), reply in zip(turns.items(), answers, strict=True)
-                    if reply is not None]
-        if turns:
-            told = [one for rank in share_json(mesh.world, told, mesh.model) for one in rank]
+        if self._asks:
+            for row, reply in self._loop.toolbox.collect(sorted(self._asked)).items():
+                of_row = self._loop.ids(reply, rows[row].response_ids[-1])
+                told.append((row, of_row.ids, of_row.failed, of_row.cut))
+            self._asked.clear()
+        told = [one for rank in share_json(self._mesh.world, told, self._mesh.model) for one in rank]
         return {row: Reply(tuple(ids), failed, cut) for row, ids, failed, cut in told}
 
-    def _ids(self, reply: ToolReply, last: int) -> tuple[tuple[int, ...], bool, bool]:
-        if reply.failed and self.ends_at_error:
-            return (), True, False
-        ids, cut = self.form.ids(reply.text, last)
-        return ids, reply.failed, cut or reply.cut
+    def _may_go_on(self, row: int, length: int) -> bool:
+        """Whether a turn may follow the one that ends an answer of this length."""
+        room = self._requests[row].longest(self._params) - length
+        return len(self._talks[row].observed) + 1 < self._loop.max_turns and room > 1
 
-
-def _room(request: Prompt, answer: Completion, params: SamplingParams) -> int:
-    """Tokens that the answer may get yet."""
-    return request.longest(params) - len(answer.response_ids)
+    def _room(self, row: int, answer: Completion) -> int:
+        """Tokens that the answer may get yet."""
+        return self._requests[row].longest(self._params) - len(answer.response_ids)
 
 
 def _followed(answer: Completion, ids: tuple[int, ...]) -> Begun:

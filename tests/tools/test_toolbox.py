@@ -10,6 +10,13 @@ from hybridflow.tools.toolbox import ToolBox, ToolReply
 FILE = str(Path(__file__).with_name("calculator.py"))
 
 
+def answers(box, turns):
+    for row, turn in enumerate(turns):
+        box.submit(row, turn)
+    replies = box.collect(range(len(turns)))
+    return [replies.get(row) for row in range(len(turns))]
+
+
 def test_calls_in_tags():
     assert call_in_tags("so <tool>add: 2 3</tool>") == ("add", "2 3")
     assert call_in_tags("<tool>a: 1</tool> no, <tool> add :2:3 </tool>") == ("add", "2:3")
@@ -39,7 +46,7 @@ def test_tools_answer_and_fail_without_a_silent_observation():
         turns = ["<tool>add: 2 3</tool>", "no call", "<tool>fails: money</tool>", "<tool>ad: 1</tool>",
                  "<tool>silent: a</tool>", "<tool>dies: a</tool>", "<tool>spins: a</tool>", "<tool>add</tool>",
                  "<tool>_hidden: a</tool>", "<tool>long: 9000</tool>", "<tool>add: 4</tool>"]
-        replies = box.answer(turns)
+        replies = answers(box, turns)
     finally:
         box.close()
     assert replies[:2] == [ToolReply("5"), None] and replies[-1] == ToolReply("4")
@@ -52,10 +59,10 @@ def test_tools_answer_and_fail_without_a_silent_observation():
 
 def test_arguments_by_name_and_a_rule_of_ones_own():
     box = ToolBox(FILE, "json", timeout_s=5.0)
-    assert box.answer(['<tool_call>{"name": "minus", "arguments": {"a": 5, "b": 3}}</tool_call>'])[0].text == "2"
+    assert answers(box, ['<tool_call>{"name": "minus", "arguments": {"a": 5, "b": 3}}</tool_call>'])[0].text == "2"
     box.close()
     box = ToolBox(FILE, f"{FILE}:every_turn", timeout_s=5.0)
-    assert box.answer(["four"]) == [ToolReply("4 letters")]
+    assert answers(box, ["four"]) == [ToolReply("4 letters")]
     box.close()
 
 

@@ -42,14 +42,22 @@ class Letters:
 
 @dataclass
 class EchoBox:
-    """A turn that ends with CALL is a call: the observation is the text of the turn; that of "[9]" fails."""
+    """A turn that ends with CALL is a call: the observation is the number in the middle of the turn."""
 
     asked: list[str] = field(default_factory=list)
+    running: dict[int, str] = field(default_factory=dict)
+
+    def submit(self, row, turn):
+        assert row not in self.running
+        self.running[row] = turn
+
+    def collect(self, rows):
+        replies = self.answer([self.running.pop(row) for row in rows])
+        return {row: reply for row, reply in zip(rows, replies) if reply is not None}
 
     def answer(self, turns):
         self.asked += turns
-        return [ToolReply(f"{turn[-6:-3]}", failed=turn.startswith("[9]")) if turn.endswith("[2]") else None
-                for turn in turns]
+        return [ToolReply(f"{turn[-6:-3]}") if turn.endswith("[2]") else None for turn in turns]
 
 
 @dataclass
@@ -68,7 +76,7 @@ class Fives(Letters):
         return [5] * len(text)
 
 
-class SureBox:
+class SureBox(EchoBox):
     """Every turn is a call."""
 
     def answer(self, turns):
@@ -181,8 +189,9 @@ def test_the_end_of_an_answer_is_told_once():
     mesh = Mesh(Grid(Layout(), (0,)), World.single(torch.device("cpu")))
     speaks = Speaker(mesh, False)
     requests = [Prompt(prompt.id, sample, prompt.ids) for prompt in prompts_of(2) for sample in range(4)]
-    rows, _ = loop().converse(speaks, mesh, requests, dict(enumerate(speaks.generate(requests, PARAMS, 0))), PARAMS,
-                              seed=0, ended=lambda *answer: told.append(answer))
+    going = loop().begin(mesh, requests, PARAMS)
+    rows, _ = going.go_on(speaks, dict(enumerate(speaks.generate(requests, PARAMS, 0))), seed=0,
+                          ended=lambda *answer: told.append(answer))
     ids = [rows[row].response_ids for row in range(8)]
     assert sorted(told, key=lambda one: one[0]) == [(row, ids[row], Said(min(row % 4 + 1, 3), ids[row][-3:]))
                                                     for row in range(8)]
@@ -197,7 +206,7 @@ def test_what_was_generated_is_not_computed_again():
     first = dict(enumerate(generator.generate(requests, replace(params, max_new_tokens=40), 5)))
     before = replace(generator.scheduler.stats)
     turns = TurnLoop(SureBox(), ObservationForm(Fives(), (6,) * 9, (7,) * 9, limit=1), Letters(), max_turns=2)
-    rows, talks = turns.converse(generator, mesh, requests, first, params, seed=5)
+    rows, talks = turns.begin(mesh, requests, params).go_on(generator, first, seed=5)
     known = sum((34 + len(first[row].response_ids)) // BLOCK_TOKENS * BLOCK_TOKENS for row in (0, 1))
     computed = sum(35 + talks[row].observed[0][1] for row in (0, 1))
     stats = generator.scheduler.stats
