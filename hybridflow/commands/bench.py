@@ -33,6 +33,8 @@ FIGURES = {
     "precision": Figure("the gradient of 512 micro-batches in bf16 beside fp32's, accumulated in fp32 and in bf16"),
     "generate": Figure("tokens a second of our generation beside transformers', vLLM's and this machine's limit",
                        "generate_options"),
+    "overlap": Figure("a step in which some ranks generate while others train, beside the same one after another",
+                      "overlap_options"),
 }
 HELP = "measure one figure on processes of this host, without a config"
 EPILOGUE = """\
