@@ -48,7 +48,7 @@ Steps = list[tuple[dict[str, float], Answers]]  # metrics and all answers of eac
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure and print. Returns 1 where cases do not compute what they must, or nothing is gained by overlapping."""
-    print("About a minute ...", file=sys.stderr, flush=True)
+    print("Some minutes ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder, LocalRanks(WORLD, ("hybridflow.bench.overlap",), TIMEOUT_S) as ranks:
         write_data(Path(folder))
         faults = wrong(checked(ranks, Path(folder)))
@@ -68,7 +68,8 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"Medians of {arguments.rounds} steps in turns, ms; parts by the slowest rank. overlap: some rank generates "
           "while another updates the actor (with scoring: or scores); staleness: mean, in steps; mixed: of the answers "
           "of a step, those that went on under newer weights.")
-    print("\n".join(faults) or "One-step-off-policy takes less than generation, scoring and update one after another.")
+    print("\n".join(faults) or "One-step-off-policy takes less than generation, scoring and update one after "
+          "another.")
     return 1 if faults else 0
 
 
@@ -113,9 +114,11 @@ def _ms(seconds: float) -> str:
 def lagging(measured: Mapping[str, Measured]) -> list[str]:
     """What overlapping does not gain."""
     wall = measured[ONE_STEP_OFF].wall
-    return [f"{ONE_STEP_OFF}: {1000 * wall:.0f} ms a step, and {name} has {1000 * measured[name].total:.0f} ms of "
-            "generation, scoring and update" for name in (COLOCATED, IN_TURN) if wall >= measured[name].total
-            ] + unseen(measured)
+    faults = [f"{ONE_STEP_OFF}: {_ms(wall)} ms a step, and {name} has {_ms(measured[name].total)} ms of generation, "
+              "scoring and update" for name in (COLOCATED, IN_TURN) if wall >= measured[name].total]
+    if not any(measured[PARTIAL].mixed):
+        faults.append(f"{PARTIAL}: no answer was interrupted")
+    return faults + unseen(measured)
 
 
 def unseen(measured: Mapping[str, Measured], part: str = "overlap") -> list[str]:

@@ -62,15 +62,16 @@ def test_what_is_scored_of_a_batch_that_is_still_generated_takes_no_time_of_its_
     assert (first.score, first.beside) == (1, 0)
 
 
-def measured(wall: float, overlap: float) -> Measured:
-    return Measured(wall, [StepSeconds(2.0, 1.0, 1.0, overlap, 1.0, overlap)], [], [0])
+def measured(wall: float, overlap: float, mixed: int = 0) -> Measured:
+    return Measured(wall, [StepSeconds(2.0, 1.0, 1.0, overlap, 1.0, overlap)], [], [mixed])
 
 
-def test_one_step_off_must_be_below_both_sums_and_be_seen():
+def test_overlapping_must_gain_and_be_seen():
     cases = {COLOCATED: measured(4.5, 0.0), IN_TURN: measured(4.5, 0.0), ONE_STEP_OFF: measured(3.9, 1.0),
-             PARTIAL: measured(3.0, 0.5)}
+             PARTIAL: measured(3.0, 0.5, mixed=2)}
     assert lagging(cases) == []
     assert len(lagging(cases | {ONE_STEP_OFF: measured(4.0, 1.0)})) == 2
+    assert lagging(cases | {PARTIAL: measured(3.0, 0.5)}) == [f"{PARTIAL}: no answer was interrupted"]
     (told,) = unseen(cases | {PARTIAL: measured(3.0, 0.0)})
     assert told == f"{PARTIAL}: nobody generates while others learn (overlap 0)"
 
