@@ -35,6 +35,8 @@ FIGURES = {
                        "generate_options"),
     "step": Figure("CPU seconds of our GRPO and PPO steps beside TRL's, and beside their operations at this machine's "
                    "speed", "step_options"),
+    "overlap": Figure("a step in which some ranks generate while others train, beside the same one after another",
+                      "overlap_options"),
 }
 HELP = "measure one figure on processes of this host, without a config"
 EPILOGUE = """\
