@@ -35,6 +35,10 @@ FIGURES = {
                        "generate_options"),
     "step": Figure("CPU seconds of our GRPO and PPO steps beside TRL's, and beside their operations at this machine's "
                    "speed", "step_options"),
+    "learn": Figure("what each algorithm adds to held-out accuracy on the quickstart's task, by its config",
+                    "learn_options"),
+    "overlap": Figure("a step in which some ranks generate while others train, beside the same one after another",
+                      "overlap_options"),
 }
 HELP = "measure one figure on processes of this host, without a config"
 EPILOGUE = """\

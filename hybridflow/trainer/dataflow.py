@@ -97,6 +97,7 @@ class Dataflow:
             else:  # others learn meanwhile
                 self.roles.actor.trainer.num_updates += len(self.update_rows(experience.batch))
             self.world.outbox.finish()
+            self.source.rest()
         return experience, board
 
     def learn_from(self, experience: Experience, crew: Crew, board: Board) -> Batch:

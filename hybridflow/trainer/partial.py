@@ -88,8 +88,7 @@ class PartialRollouts:
 
     def next(self, prompts: Sequence[TokenisedPrompt], board: Board, more: More | None = None) -> Experience:
         """As `RolloutSource.next`."""
-        if self._ready is not None and not isinstance(self._sampler.hybrid.mesh, Mesh):
-            self._ready.fetch_add(1)
+        self.rest()  # nobody has been through a step before the first one
         self._hear()
         chosen = self.chosen()
         rollout = self._rollout(chosen)
@@ -100,6 +99,11 @@ class PartialRollouts:
         self.start(prompts)
         self._sampler.tell_reshard(board)
         return Experience([group.prompt for group in chosen], batch)
+
+    def rest(self) -> None:
+        """Those who generate may stop: this rank waits for them."""
+        if self._ready is not None and not isinstance(self._sampler.hybrid.mesh, Mesh):
+            self._ready.fetch_add(1)
 
     def is_due(self, group: Group) -> bool:
         """Whether the next batch must have it: the one after would come too late."""

@@ -39,6 +39,10 @@ class Resampling:
         """See `OnPolicy`."""
         self._inner.start(prompts)
 
+    def rest(self) -> None:
+        """See `OnPolicy`."""
+        self._inner.rest()
+
     def next(self, prompts: Sequence[TokenisedPrompt], board: Board, more: More | None = None) -> Experience:
         """As `RolloutSource.next`; without `more` prompts there is one round."""
         wanted, kept, boards, scores = len(prompts), [], [], []

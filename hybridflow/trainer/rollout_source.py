@@ -66,6 +66,10 @@ class RolloutSource(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """This rank is through with its part of the step, and has nothing to do until the others are. Nobody waits."""
+        ...
+
 
 class OnPolicy:
     """Every batch is answered under the weights that learn from it first. Rewards are asked for as answers end, and
@@ -92,6 +96,9 @@ class OnPolicy:
 
     def start(self, prompts: Sequence[TokenisedPrompt]) -> None:
         raise AssertionError("nothing is begun ahead")
+
+    def rest(self) -> None:
+        """Nobody goes on for want of something to do."""
 
     def next(self, prompts: Sequence[TokenisedPrompt], board: Board, more: More | None = None) -> Experience:
         sampler, grid = self._sampler, self._sampler.hybrid.mesh.grid
@@ -141,6 +148,9 @@ class OneStepOff:
         self.start(prompts)
         _tell(board, rollout, self._sampler)
         return Experience(asked, batch)
+
+    def rest(self) -> None:
+        """A batch is generated whole, whoever waits."""
 
 
 def handed_over(batch: Batch, sampler: Sampler) -> Batch:

@@ -13,6 +13,7 @@ from hybridflow.config.validate import validate
 from hybridflow.trainer.prompts import read_records
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+CHANGED = ("dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gspo", "cispo", "safe_rlhf")
 ALONE = ("train.layout.tp=1", "train.layout.pp=1")
 
 
@@ -23,6 +24,9 @@ ALONE = ("train.layout.tp=1", "train.layout.pp=1")
     ("ppo_standalone", 4, Command.TRAIN, ()),
     ("grpo_tiny", 4, Command.TRAIN, ()),
     ("grpo_tiny", 1, Command.TRAIN, ALONE),
+    ("grpo_one_step_off", 4, Command.TRAIN, ()),
+    ("grpo_partial", 4, Command.TRAIN, ()),
+    *((f"{name}_tiny", 4, Command.TRAIN, ()) for name in CHANGED),
     ("sft_tiny", 1, Command.SFT, ()),
     ("sft_tiny", 4, Command.SFT, ()),
     ("dpo_tiny", 4, Command.DPO, ()),
@@ -37,7 +41,8 @@ def test_shipped_configs_are_valid(name, world_size, command, overrides):
 
 def test_every_shipped_config_is_listed_above():
     assert {file.stem for file in CONFIGS.glob("*.yaml")} == {
-        "ppo_tiny", "ppo_split", "ppo_standalone", "grpo_tiny", "sft_tiny", "dpo_tiny", "kto_tiny", "reward_model_tiny",
+        "ppo_tiny", "ppo_split", "ppo_standalone", "grpo_tiny", "grpo_one_step_off", "grpo_partial", "sft_tiny",
+        "critic_free_tiny", *(f"{name}_tiny" for name in CHANGED), "dpo_tiny", "kto_tiny", "reward_model_tiny",
         "ppo_7b", "multi_node"}
 
 

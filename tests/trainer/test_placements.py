@@ -1,5 +1,6 @@
 """The same algorithm on other ranks: rollouts, losses and gradient norms do not depend on which ranks a role has."""
 
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -107,15 +108,21 @@ PARTIAL = (ALONE, "train.layout.tp=2", "generation.overlap=partial", "generation
 
 
 def partial(world: World, tokenizer: Path, folder: Path, steps: int) -> list[tuple[dict, list[int], list[tuple]]]:
-    """Of each step metrics, ids of its prompts, and of the rows at home the versions of their tokens. Generation does
-    not wait for those who learn, which would be done with this model too late to interrupt it.
+    """Of each step metrics, ids of its prompts, and of the rows at home the versions of their tokens. Generation stops
+    as soon as it may, however long those who learn take with this model.
     """
-    with patch.object(Progress, "is_enough", enough_without_waiting):
+    with patch.object(Progress, "is_enough", enough_once_awaited):
         return _partial(world, tokenizer, folder, steps)
 
 
-def enough_without_waiting(progress: Progress) -> bool:
-    return not progress.due and progress.finished.fetch_add(0) >= progress.wanted
+def enough_once_awaited(progress: Progress) -> bool:
+    if progress.due or progress.finished.fetch_add(0) < progress.wanted:
+        return False
+    until = time.monotonic() + 60
+    while not progress.ready.fetch_add(0):
+        assert time.monotonic() < until, "those who learn never say that they wait"
+        time.sleep(0.001)
+    return True
 
 
 def _partial(world: World, tokenizer: Path, folder: Path, steps: int) -> list[tuple[dict, list[int], list[tuple]]]:
