@@ -52,7 +52,7 @@ class _InvariantLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         start, end = vocab_range(vocab_size, tp.size, tp.index)
         log_probs, normalisers, entropies = [], [], []
-        for rows in row_slices(hidden.shape[0], vocab_size):
+        for rows in row_slices(hidden.shape[0], vocab_size, hidden.device):
             local = product(hidden[rows], weight, None)  # [rows, vocab/tp]
             logits, wanted = gather_columns(local, tp, vocab_size), targets[rows]
             log_probs.append(native_rows.log_probs(logits, wanted, temperature))
@@ -63,7 +63,7 @@ class _InvariantLogProbs(torch.autograd.Function):
         log_prob, normaliser = torch.cat(log_probs), torch.cat(normalisers)
         entropy = all_reduce(torch.cat(entropies), tp) if with_entropy else torch.zeros_like(log_prob)
         ctx.save_for_backward(hidden, weight, *local_rows(targets, start, end), normaliser, entropy)
-        ctx.tp, ctx.temperature = tp, temperature
+        ctx.tp, ctx.temperature, ctx.logits = tp, temperature, None
         ctx.set_materialize_grads(False)
         return log_prob, entropy if with_entropy else None
 

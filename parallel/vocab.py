@@ -21,6 +21,10 @@ from hybridflow.parallel.weight_grads import add_product
 
 # Logits of this many rows x local vocabulary exist at once (128 MiB in fp32), whatever the number of targets.
 LOGITS_AT_ONCE = 1 << 25
+# On a CPU no more than stay in its caches, as long as a product has some rows: large blocks are fresh pages every time.
+CPU_LOGITS, CPU_ROWS = 1 << 20, 128
+# So many are kept from a forward on a CPU to its backward, rather than computed twice (32 MiB in fp32).
+KEPT_LOGITS = 1 << 23
 
 
 def vocab_range(vocab_size: int, parts: int, index: int) -> tuple[int, int]:
@@ -80,8 +84,8 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target, and the entropy of its distribution, under softmax(hidden W^T / temperature).
 
-    Backward keeps nothing of vocabulary size: it recomputes the local logits and needs one collective, the sum of the
-    gradient of `hidden`.
+    Backward needs one collective, the sum of the gradient of `hidden`. It computes the local logits again, but for few
+    of them on a CPU (`KEPT_LOGITS`): nothing else of vocabulary size is kept.
 
     Args:
         hidden: `[targets, hidden]`, equal on every rank of `tp`; its gradient is summed over `tp` here.
@@ -98,7 +102,8 @@ def token_log_probs(
         raise ValueError(f"temperature {temperature} must be > 0 to score tokens (0 means greedy, for sampling only)")
     start, end = vocab_range(vocab_size, tp.size, tp.index)
     assert weight.shape[0] == end - start, (weight.shape, start, end)
-    return TokenLogProbs.apply(hidden, weight, targets, tp, start, temperature, with_entropy)
+    keep = torch.is_grad_enabled() and hidden.shape[0] * weight.shape[0] <= KEPT_LOGITS
+    return TokenLogProbs.apply(hidden, weight, targets, tp, start, temperature, with_entropy, keep)
 
 
 def gather_logits(hidden: Tensor, weight: Tensor | Tiles, tp: AxisGroup, vocab_size: int) -> Tensor:
@@ -137,9 +142,10 @@ class TokenLogProbs(torch.autograd.Function):
         start: int,
         temperature: float,
         with_entropy: bool,
+        keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
         row, mine = local_rows(targets, start, start + weight.shape[0])
-        peak, sums = _local_statistics(_operand(hidden), _operand(weight), row, mine, temperature)
+        peak, sums, ctx.logits = _local_statistics(_operand(hidden), _operand(weight), row, mine, temperature, keep)
         top = all_reduce(peak.clone(), tp, dist.ReduceOp.MAX)
         # All is relative to the local peak: move it to the global one before adding it up. The target stays relative to
         # the peak to the end, since differences of large logits would cost the digits that matter.
@@ -161,13 +167,15 @@ class TokenLogProbs(torch.autograd.Function):
         x, w = _operand(hidden), _operand(weight)
         grad_x = torch.empty(hidden.shape, dtype=log_normaliser.dtype, device=hidden.device)
         grad_w = torch.zeros(weight.shape, dtype=log_normaliser.dtype, device=weight.device)
-        for rows in row_slices(hidden.shape[0], weight.shape[0]):
-            grad = _logit_grad(_matmul(x[rows], w.T), ctx.temperature, row[rows], mine[rows], log_normaliser[rows],
+        logits, ctx.logits = ctx.logits, None  # overwritten: a second backward computes them again
+        for number, rows in enumerate(row_slices(hidden.shape[0], weight.shape[0], hidden.device)):
+            z = _matmul(x[rows], w.T) if logits is None else logits[number]
+            grad = _logit_grad(z, ctx.temperature, row[rows], mine[rows], log_normaliser[rows],
                                entropy[rows], None if grad_log_prob is None else grad_log_prob[rows],
                                None if grad_entropy is None else grad_entropy[rows]).to(x.dtype)
             grad_x[rows] = _matmul(grad, w)
             add_product(grad_w, grad, x[rows])
-        return all_reduce(grad_x.to(hidden.dtype), ctx.tp), grad_w.to(weight.dtype), None, None, None, None, None
+        return all_reduce(grad_x.to(hidden.dtype), ctx.tp), grad_w.to(weight.dtype), *[None] * 6
 
 
 def _logit_grad(
@@ -195,18 +203,21 @@ def _logit_grad(
 
 
 def _local_statistics(
-    x: Tensor, w: Tensor, row: Tensor, mine: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, w: Tensor, row: Tensor, mine: Tensor, temperature: float, keep: bool
+) -> tuple[Tensor, Tensor, list[Tensor] | None]:
     """Of this rank's logits z: max z `[targets]`, and `[3, targets]`: sum e^(z - max), sum e^(z - max) (z - max),
-    z - max of the target (0 where another rank has it).
+    z - max of the target (0 where another rank has it). Last the logits by slices, to `keep` where kernels leave them
+    as they are.
     """
-    peaks, sums = [], []
-    for rows in row_slices(x.shape[0], w.shape[0]):
+    peaks, sums, kept = [], [], []
+    for rows in row_slices(x.shape[0], w.shape[0], x.device):
         z = _matmul(x[rows], w.T)  # [rows, vocab/tp]
         if has_kernels(z):
             peak, found = logit_statistics(z, 1.0 / temperature, row[rows], mine[rows])
             peaks.append(peak)
             sums.append(found)
+            if keep:
+                kept.append(z)
             continue
         peak = z.div_(temperature).amax(1)
         z -= peak[:, None]
@@ -214,7 +225,7 @@ def _local_statistics(
         e = z.exp()
         peaks.append(peak)
         sums.append(torch.stack([e.sum(1), (e * z).sum(1), target]))
-    return torch.cat(peaks), torch.cat(sums, dim=1)
+    return torch.cat(peaks), torch.cat(sums, dim=1), kept or None
 
 
 def local_rows(ids: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -223,9 +234,12 @@ def local_rows(ids: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
     return (ids - start).masked_fill(~mine, 0), mine
 
 
-def row_slices(num_rows: int, width: int) -> list[slice]:
+def row_slices(num_rows: int, width: int, device: torch.device) -> list[slice]:
     """Slices of the rows whose logits may exist at once; one empty slice if there are no rows."""
-    step = max(1, LOGITS_AT_ONCE // width)
+    step = LOGITS_AT_ONCE // width
+    if device.type == "cpu":
+        step = min(step, max(CPU_LOGITS // width, CPU_ROWS))
+    step = max(1, step)
     return [slice(first, first + step) for first in range(0, max(num_rows, 1), step)]
 
 

@@ -94,7 +94,7 @@ public:
         auto& room = scratch();
         long matrices = 2 * size + 2 * dim_ * row_ + (backward ? 2 * size : 0);
         long blocks = rows * (4 * width_ + 2 * row_ + 2);
-        room.assign(std::max<size_t>(room.size(), matrices + blocks), C(0));
+        if (room.size() < size_t(matrices + blocks)) room.resize(matrices + blocks);
         C* next = room.data();
         auto take = [&](long numbers) { return std::exchange(next, next + numbers); };
         k_ = take(size), v_ = take(size), k_columns_ = take(dim_ * row_), v_columns_ = take(dim_ * row_);
@@ -174,7 +174,7 @@ private:
             transpose(k, k_columns_ + base + i);
             if (backward_) transpose(v, v_columns_ + base + i);
         }
-        if (backward_ && base) {
+        if (backward_) {
             std::fill(grad_k_ + base * width_, grad_k_ + (base + segment.length) * width_, C(0));
             std::fill(grad_v_ + base * width_, grad_v_ + (base + segment.length) * width_, C(0));
         }

@@ -72,10 +72,13 @@ inline __attribute__((always_inline)) void pair_at(const bf16* w, long panel_str
 template <class C, int R, int P>
 inline __attribute__((always_inline)) void add_products(const C* x, const Vector<C> (&columns)[P * kPanelVectors],
                                                         Vector<C> (&sums)[R][P * kPanelVectors]) {
+    Vector<C> held[P * kPanelVectors];
+#pragma GCC unroll 8
+    for (int c = 0; c < P * kPanelVectors; ++c) held[c] = in_register(columns[c]);
 #pragma GCC unroll 16
     for (int row = 0; row < R; ++row)
 #pragma GCC unroll 8
-        for (int c = 0; c < P * kPanelVectors; ++c) sums[row][c] += x[row * kBlockK] * columns[c];
+        for (int c = 0; c < P * kPanelVectors; ++c) sums[row][c] += x[row * kBlockK] * held[c];
 }
 
 // What a tile fetches meanwhile: `lines` cache lines from `next` on at every kStep of k. A null `next`: the only pass

@@ -50,21 +50,24 @@ inline Vector<float> rounded_to(Vector<float> value, bf16) {
 }
 template <class T> inline Vector<Compute<T>> rounded(Vector<Compute<T>> value) { return rounded_to(value, T()); }
 
+template <class C, int lanes> struct PartOf { typedef C type __attribute__((vector_size(lanes * sizeof(C)))); };
+
 // Over lanes: halves onto halves, so the order is fixed.
+template <class C, int lanes, class Join> inline C fold(typename PartOf<C, lanes>::type v, Join join) {
+    if constexpr (lanes == 1) {
+        return v[0];
+    } else {
+        typename PartOf<C, lanes / 2>::type low, high;
+        std::memcpy(&low, &v, sizeof(low));
+        std::memcpy(&high, (const char*)&v + sizeof(low), sizeof(high));
+        return fold<C, lanes / 2>(join(low, high), join);
+    }
+}
 template <class C> inline C sum_lanes(Vector<C> v) {
-    C lanes[kLanes<C>];
-    store(lanes, v);
-    for (int half = kLanes<C> / 2; half > 0; half /= 2)
-        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-    return lanes[0];
+    return fold<C, kLanes<C>>(v, [](auto a, auto b) { return a + b; });
 }
 template <class C> inline C max_lanes(Vector<C> v) {
-    C lanes[kLanes<C>];
-    store(lanes, v);
-    for (int half = kLanes<C> / 2; half > 0; half /= 2)
-        for (int lane = 0; lane < half; ++lane)
-            lanes[lane] = lanes[lane] > lanes[lane + half] ? lanes[lane] : lanes[lane + half];
-    return lanes[0];
+    return fold<C, kLanes<C>>(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 template <class C> struct ExpNumbers;

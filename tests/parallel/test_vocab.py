@@ -43,8 +43,9 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
-def log_probs_and_logits(world: World, with_entropy: bool, logits_at_once: int) -> None:
-    vocab.LOGITS_AT_ONCE, before = logits_at_once, vocab.LOGITS_AT_ONCE
+def log_probs_and_logits(world: World, with_entropy: bool, logits_at_once: int, kept: int) -> None:
+    before = vocab.LOGITS_AT_ONCE, vocab.KEPT_LOGITS
+    vocab.LOGITS_AT_ONCE, vocab.KEPT_LOGITS = logits_at_once, kept
     tp = group_of(world)
     hidden, weight, targets, factors = inputs()
     mine = slice(*vocab_range(VOCAB, tp.size, tp.index))
@@ -61,7 +62,7 @@ def log_probs_and_logits(world: World, with_entropy: bool, logits_at_once: int) 
         close(entropy.detach(), want[1])
     close(hidden.grad, want[2])
     close(part.grad, want[3][mine])
-    vocab.LOGITS_AT_ONCE = before
+    vocab.LOGITS_AT_ONCE, vocab.KEPT_LOGITS = before
 
 
 def embedding(world: World, tokens: int, sequence_parallel: bool) -> None:
@@ -94,10 +95,24 @@ def no_targets(world: World) -> None:
     assert gather_logits(hidden[:0], part, tp, VOCAB).shape == (0, VOCAB)
 
 
+def backward_twice(world: World) -> None:
+    """The first backward overwrites the logits that were kept; the second computes them again."""
+    tp = group_of(world)
+    hidden, weight, targets, factors = inputs()
+    hidden.requires_grad_()
+    part = weight[slice(*vocab_range(VOCAB, tp.size, tp.index))].clone().requires_grad_()
+    loss = (token_log_probs(hidden, part, targets, tp, VOCAB, TEMPERATURE)[0] * factors[0]).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    close(hidden.grad, 2 * whole(False)[2])
+
+
 def all_cases(world: World) -> None:
     for with_entropy in (False, True):
         for logits_at_once in (1, 30, 1 << 25):  # one row at a time, three rows, all
-            log_probs_and_logits(world, with_entropy, logits_at_once)
+            for kept in (0, 1 << 23):
+                log_probs_and_logits(world, with_entropy, logits_at_once, kept)
+    backward_twice(world)
     embedding(world, TOKENS, False)
     embedding(world, 12, True)
     no_targets(world)
