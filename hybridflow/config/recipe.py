@@ -123,7 +123,8 @@ def algorithm_table() -> str:
         cells = (f"`{name.value}`", recipe_of(whole).paper, f"`{whole.advantage}`", f"`{whole.policy_loss}`{bounds}",
                  f"`{whole.loss_reduction.value}`",
                  "-" if kl.estimator is None else f"{kl.where.value}, {kl.estimator.value}",
-                 "yes" if whole.normalise_advantages else "-", "; ".join(need.value for need in needs_of(whole)) or "-")
+                 "yes" if whole.normalise_advantages else "-",
+                 "; ".join(need.value for need in Need if need in needs_of(whole)) or "-")
         rows.append(f"| {' | '.join(cells)} |")
     head = "| name | arXiv | advantage | policy loss, clip low and high | reduction | KL | whitened | needs |"
     return "\n".join([head, "| --- " * 8 + "|", *rows])

@@ -1,9 +1,9 @@
 """Bytes of activations that a rank keeps for the backward of a micro-batch, by arithmetic alone.
 
 Owns the formulas, by layer, head and chunk, and their peak over a schedule. They count what autograd holds between
-forward and backward with a flash kernel of attention; not the loss's own columns, weights, gradients, nor what a
-kernel needs while it runs. Tests hold them to what a CPU keeps, byte for byte, but for context parallelism, where a CPU
-has no flash kernel and keeps scores too.
+forward and backward with a flash kernel of attention; not the loss's own columns, weights, gradients, the few logits
+that a CPU keeps (`vocab.KEPT_LOGITS`), nor what a kernel needs while it runs. Tests hold them to what a CPU keeps, byte
+for byte, but for context parallelism, where a CPU has no flash kernel and keeps scores too.
 """
 
 from __future__ import annotations

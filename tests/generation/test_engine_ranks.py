@@ -89,7 +89,7 @@ def test_log_probs_are_those_of_the_full_forward(layout):
 
 
 def test_fp32_log_probs_over_tensor_ranks():
-    assert max(run_ranks(2, gap, Layout(tp=2), torch.float32)) < 1e-5
+    assert max(run_ranks(2, gap, Layout(tp=2), torch.float32)) < 3e-5
 
 
 def few_rows(world, layout):

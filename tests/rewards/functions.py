@@ -27,6 +27,14 @@ def odd(data_source, solution_str, ground_truth, extra_info):
     }[solution_str]  # fmt: skip
 
 
+def meets(data_source, solution_str, ground_truth, extra_info):
+    """Waits for as many rows as it is told to, which leave their names in a folder."""
+    open(f"{ground_truth}/{extra_info['index']}", "w").close()
+    while len(os.listdir(ground_truth)) < int(solution_str):
+        time.sleep(0.01)
+    return 1.0
+
+
 def violent(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "exit":
         sys.exit(0)
