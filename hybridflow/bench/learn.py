@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from hybridflow.bench.learn_options import PREFERENCE
@@ -21,6 +22,7 @@ WARM_START = Path("runs/quickstart/sft/export")
 SUPERVISED = ("-m", "hybridflow", "sft", "configs/sft_tiny.yaml")
 ACCURACY, OF_PAIRS = "eval/accuracy", "eval/preference_accuracy"
 LEAST_GAIN = 0.2  # of the share of right answers (a reward model: of pairs in their right order)
+LAUNCHER = "torch/distributed/elastic/"  # in what torchrun says when a rank has ended, which is long
 HEADS = ("algorithm", "held-out", "start", "end", "gain", "steps", "seconds in steps")
 
 
@@ -104,5 +106,6 @@ def _run(name: str, command: list[str], folder: Path) -> None:
     with log.open("w") as out:
         ended = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
     if ended:
-        last = "\n".join(log.read_text().splitlines()[-20:])
-        raise RunError(f"{name} ended with {ended}; the end of {log}:\n{last}")
+        said = takewhile(lambda line: LAUNCHER not in line, log.read_text().splitlines())
+        last = "\n".join(list(said)[-20:])
+        raise RunError(f"{name} ended with {ended}; the last that it said in {log}:\n{last}")
