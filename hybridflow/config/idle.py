@@ -184,8 +184,10 @@ def faults_of(table: tuple[Idle, ...], config: Config) -> Iterator[Fault]:
 
 
 def _set_keys(key: str, value: object, default: object) -> Iterator[tuple[str, object]]:
-    """The keys in `key` that differ from their defaults. A block that is null by default is shown as a whole."""
-    if value == default:
+    """The keys in `key` that differ from their defaults, but for lists that a file empties, to do without those of its
+    base. A block that is null by default is shown as a whole.
+    """
+    if value in (default, []):
         return
     if not is_dataclass(value) or not is_dataclass(default):
         yield key, "{...}" if is_dataclass(value) else value

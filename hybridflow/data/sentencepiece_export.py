@@ -13,7 +13,7 @@ import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, normalizers, processors
 
-SPACE = "▁"  # how sentencepiece writes a space inside a piece
+from hybridflow.data.sentencepiece_tokenizer import SPACE
 
 # What plain_chat does, as a template, with the bos token in front because templates are encoded without special tokens.
 CHAT_TEMPLATE = (
@@ -114,7 +114,7 @@ def _normalizer(spec: sentencepiece_model_pb2.NormalizerSpec) -> normalizers.Nor
 
 
 def _decoder(spec: sentencepiece_model_pb2.NormalizerSpec) -> decoders.Decoder:
-    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[decoders.Decoder] = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(SPACE, " ")]
     if spec.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     return decoders.Sequence(steps)

@@ -15,6 +15,7 @@ from hybridflow.data.records import Prompt
 from hybridflow.data.tokenizer import decode_known, plain_chat
 
 MODEL_FILE = "tokenizer.model"
+SPACE = "▁"  # how sentencepiece writes a space inside a piece
 
 
 class SentencePieceTokenizer:
@@ -60,7 +61,11 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bos and eos give nothing."""
-        return decode_known(ids, self.vocab_size, self.processor.decode)
+        return decode_known(ids, self.vocab_size, self._decode)
+
+    def _decode(self, ids: list[int]) -> str:
+        """A vocabulary that was trained on text without spaces spells their mark in bytes, which stay a mark."""
+        return self.processor.decode(ids).replace(SPACE, " ")
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """bos, then the prompt's text (see plain_chat for messages)."""

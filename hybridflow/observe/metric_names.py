@@ -68,6 +68,8 @@ _ROLLOUT = (
     MetricInfo("rollout/tool_faults", "count", "Of these, those that failed: no such tool, raised, gave nothing, ran "
                "too long, crashed.", "-"),
     MetricInfo("rollout/observations_cut", "count", "Observations longer than tools.max_observation_tokens.", "-"),
+    MetricInfo("rollout/observations_lost", "count", "Observations, errors too, that left no room within "
+               "generation.max_new_tokens for a turn behind them: the answer ended at the call.", "-"),
     MetricInfo("rollout/observation_fraction", "fraction", "Tokens that tools said, with what stands around them; they "
                "are trained nowhere.", "response tokens of the step, all ranks"),
     MetricInfo("rollout/finished_fraction", "fraction", "Rollouts that ended at a stop token, not at the length limit.",

@@ -163,7 +163,7 @@ def _require_apart(train: Sequence[PromptRecord], test: Sequence[PromptRecord]) 
     if both:
         raise ValueError(f"{len(both)} of {len(train)} training prompts are held-out prompts too, the first of them "
                          f"{both[0].origin} ({held_out[prompt_text(both[0].prompt)]}); remove them from "
-                         "data.train_files or from data.test_files")
+                         "the training prompts or from the held-out ones")
 
 
 def texts_of(records: Sequence[PromptRecord]) -> Mapping[str, str]:

@@ -22,7 +22,7 @@ from hybridflow.trainer.judging import RewardSource, judged, score_moments
 from hybridflow.trainer.rollout_source import Experience, More, OnPolicy
 
 ADD_UP = ("reward/truncated", "rollout/samples", "rollout/tool_calls", "rollout/tool_faults",
-          "rollout/observations_cut")
+          "rollout/observations_cut", "rollout/observations_lost")
 
 
 class Resampling:

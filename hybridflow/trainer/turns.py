@@ -50,12 +50,14 @@ class Talk:
     Attributes:
         observed: where observations stand in the answer, (start, stop) each; a turn of the model follows every one.
         calls, faults, cuts: tools called; of them those that failed; observations that were cut.
+        lost: observations that had no room, with which the answer ended.
     """
 
     observed: tuple[tuple[int, int], ...] = ()
     calls: int = 0
     faults: int = 0
     cuts: int = 0
+    lost: int = 0
 
     def mask(self, length: int) -> list[float]:
         """Of an answer of so many tokens: 1.0 where a token was sampled, 0.0 where a tool said it."""
@@ -72,16 +74,18 @@ class Talk:
     def after(self, reply: Reply, length: int | None) -> Talk:
         """With a call that got this reply; the answer goes on behind it from `length` tokens (None: it does not)."""
         observed = () if length is None else ((length, length + len(reply.ids)),)
-        return Talk((*self.observed, *observed), self.calls + 1, self.faults + reply.failed, self.cuts + reply.cut)
+        lost = length is None and bool(reply.ids)
+        return Talk((*self.observed, *observed), self.calls + 1, self.faults + reply.failed, self.cuts + reply.cut,
+                    self.lost + lost)
 
     def said(self, answer: tuple[int, ...]) -> Said:
         """What the model said in the answer with these ids."""
         return Said(len(self.observed) + 1, answer[self.turn_start:])
 
     def numbers(self) -> tuple[int, ...]:
-        """Tokens that were not sampled, turns, calls, faults, cuts."""
+        """Tokens that were not sampled, turns, calls, faults, cuts, lost observations."""
         return (sum(stop - start for start, stop in self.observed), len(self.observed) + 1, self.calls, self.faults,
-                self.cuts)
+                self.cuts, self.lost)
 
 
 NUM_NUMBERS = len(Talk().numbers())
@@ -228,12 +232,13 @@ def with_talks(batch: Batch, talks: Mapping[int, Talk], numbers: Sequence[tuple[
 
 def talk_metrics(numbers: Sequence[tuple[int, ...]], num_tokens: int) -> dict[str, float]:
     """Of the answers of a step, whose responses have `num_tokens` tokens together."""
-    observed, turns, calls, faults, cuts = map(sum, zip(*numbers, strict=True))
+    observed, turns, calls, faults, cuts, lost = map(sum, zip(*numbers, strict=True))
     return {
         "rollout/turns_mean": turns / len(numbers),
         "rollout/turns_max": float(max(row[1] for row in numbers)),
         "rollout/tool_calls": float(calls),
         "rollout/tool_faults": float(faults),
         "rollout/observations_cut": float(cuts),
+        "rollout/observations_lost": float(lost),
         "rollout/observation_fraction": observed / num_tokens,
     }

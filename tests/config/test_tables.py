@@ -30,6 +30,12 @@ def test_infinite_and_nan_rates_are_refused():
         faults(1, "train.optimizer.lr=.inf", "algorithm.kl.coef=.nan", "algorithm.kl.where=reward"))
 
 
+def test_a_list_of_the_base_can_be_emptied():
+    mixture = ("data.source=mixture", "data.mixture=[{task: chain_sum}]")
+    assert "data.tasks" in faults(1, *mixture, "data.tasks=[{name: spell_backward}]")
+    assert "data.tasks" not in faults(1, *mixture, "data.tasks=[]")
+
+
 # --- case 27: a key without effect is refused ----------------------------------------------------------------------
 
 SET = {

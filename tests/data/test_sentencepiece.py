@@ -74,6 +74,14 @@ def test_decode_gives_the_text_back(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text.replace("\u2581", " ")
 
 
+def test_spaces_that_training_never_saw_come_back(tmp_path):
+    train_sentencepiece(["abc", "cab", "bca"] * 50, 265).save(tmp_path)
+    text = "a b  error: no c"
+    for path in (tmp_path / "tokenizer.model", tmp_path):
+        tokenizer = open_tokenizer(path)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def test_each_digit_is_one_token_and_symbols_are_whole(tokenizer):
     pieces = [tokenizer.processor.id_to_piece(i) for i in tokenizer.encode("<think>2024</think>")]
     assert pieces == ["<think>", "2", "0", "2", "4", "</think>"]

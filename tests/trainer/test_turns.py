@@ -170,7 +170,7 @@ def test_limits():
     assert max(rollout.batch.response_lengths) == 11 and rollout.metrics()["rollout/tool_calls"] == 6.0 + 0.0
     rollout = alone(loop(), replace(PARAMS, max_new_tokens=8))  # no token is left behind the observation
     assert set(rollout.batch.response_lengths) == {3} and rollout.finished == 2
-    assert rollout.metrics()["rollout/tool_calls"] == 6.0
+    assert rollout.metrics()["rollout/tool_calls"] == rollout.metrics()["rollout/observations_lost"] == 6.0
 
 
 def test_errors_are_read_or_end_the_answer():
