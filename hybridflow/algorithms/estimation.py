@@ -31,7 +31,7 @@ def estimated(estimator: Estimator, rewarded: Rewarded, options: AdvantageOption
     """What `estimator` says, its advantages whitened over the whole batch where `whitened`. Collective.
 
     Raises:
-        ValueError: a user's estimator returned something else than an Estimate of these tokens.
+        ValueError: a user's estimator returned something else than an Estimate of these tokens, or what is not finite.
     """
     estimate = estimator(rewarded, options)
     if not isinstance(estimate, Estimate):
@@ -40,6 +40,8 @@ def estimated(estimator: Estimator, rewarded: Rewarded, options: AdvantageOption
     if estimate.advantages.shape != rewarded.mask.shape:
         raise ValueError(f"algorithm.advantage returned advantages of shape {tuple(estimate.advantages.shape)}; those "
                          f"of these tokens have {tuple(rewarded.mask.shape)}")
+    if not estimate.advantages.isfinite().all():
+        raise ValueError("algorithm.advantage returned advantages that are not finite")
     advantages = estimate.advantages.to(rewarded.token_rewards.dtype)
     mean, variance = mean_and_variance(rewarded.total(moment_sums(advantages, rewarded.mask)))
     if whitened:

@@ -62,7 +62,7 @@ def _from_file(key: str, spec: str, path: Path, name: str) -> Callable[..., Any]
         raise ValueError(f"{key} = {spec}: there is no file {path}")
     try:
         module = _run(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{key} = {spec}: {path} does not import: {type(error).__name__}: {error}") from error
     function = vars(module).get(name)
     if not inspect.isroutine(function):

@@ -140,7 +140,7 @@ class Case:
 def inputs_of(configs: Mapping[str, Config]) -> dict[str, Inputs]:
     """Of each case; all have one reward function, whose workers start once."""
     first = Inputs.read(next(iter(configs.values())))
-    return {name: replace(Inputs.read(config, first.tokenizer, scores=False), reward_function=first.reward_function,
+    return {name: replace(Inputs.read(config, first.tokenizer, scores=False), rewards=first.rewards,
                           estimator=first.estimator, policy_loss=first.policy_loss)
             for name, config in configs.items()}
 

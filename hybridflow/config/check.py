@@ -42,12 +42,13 @@ def checked_tree(name: str, tree: Tree, faults: list[Fault], world_size: int, co
         ConfigError: as `checked_config`.
     """
     config, typing_faults = typed(tree)
+    if command.answers or command is Command.EXPORT:  # of a run whose roles were placed; these have all ranks
+        config = replace(config, placement=PlacementConfig())
     found = faults + typing_faults
     reported = {fault.key for fault in found}
     found += [fault for fault in value_faults(config, world_size, command) if fault.key not in reported]
     require_none(name, found or shape_faults(config, world_size, command))
-    # Other commands may be given the file of a run whose roles were placed; they have the whole world.
-    return config if command in (Command.TRAIN, Command.API) else replace(config, placement=PlacementConfig())
+    return config
 
 
 def _overridden(named: Tree, faults: Iterable[Fault]) -> list[Fault]:

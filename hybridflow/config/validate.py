@@ -209,6 +209,8 @@ def _resampling(config: Config) -> Iterator[Fault]:
     if rounds and config.generation.samples_per_prompt == 1:
         yield Fault("algorithm.resample_rounds", rounds, "the rewards of a single sample never differ",
                     "choose 0, or generation.samples_per_prompt 2 or more")
+    if rounds and greedy:
+        yield Fault("algorithm.resample_rounds", rounds, f"{algorithm.name.value} replaces no prompts", "choose 0")
     if overlap is not Overlap.NONE and (rounds or greedy):
         yield Fault("generation.overlap", overlap.value, f"{algorithm.name.value} generates and scores in turn",
                     "choose none" + (", or algorithm.resample_rounds 0" if rounds else ""))
@@ -239,6 +241,9 @@ def _overlap(config: Config, command: Command) -> Iterator[Fault]:
     if command is Command.API and config.generation.overlap is not Overlap.NONE:
         yield Fault("generation.overlap", config.generation.overlap.value,
                     "wants the prompts of the next step, and init_trainer is given one batch at a time", "choose none")
+    if config.generation.overlap is Overlap.PARTIAL and config.generation.max_staleness > config.train.total_steps:
+        yield Fault("generation.max_staleness", config.generation.max_staleness,
+                    "batches begun ahead of more steps than the run has", f"choose {config.train.total_steps} or less")
 
 
 def _invariance(config: Config, command: Command) -> Iterator[Fault]:

@@ -100,7 +100,7 @@ class StreamedLoader(Generic[Item]):
         """The next `count` items.
 
         Raises:
-            ValueError: a row is bad or is a held-out prompt (file, row and key are named), or a whole epoch of rows was
+            ValueError: a row is bad or is a held-out prompt (file, row and key are named), or two epochs of rows were
                 too long.
         """
         items: list[Item] = []
@@ -111,7 +111,7 @@ class StreamedLoader(Generic[Item]):
             kept = [item for item in made.items if item is not None]
             self.counts += LengthCounts(len(rows) - len(kept), made.truncated)
             self._since_kept = 0 if kept else self._since_kept + len(rows)
-            if self._since_kept >= self.num_rows:
+            if self._since_kept >= 2 * self.num_rows:  # a row may come first in one epoch and last in the next
                 raise ValueError(f"all {self.num_rows} rows of {self.files.files[0].path} and the files beside it are "
                                  "too long; set data.max_prompt_length higher")
             items += kept

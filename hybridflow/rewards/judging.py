@@ -15,6 +15,7 @@ from hybridflow.rewards.loading import KEYWORDS, PLURALS, Loaded, one_line
 
 MESSAGE_CHARACTERS = 400
 TEXT_CHARACTERS = 10_000
+LARGEST = 1e18  # of a score: its square is a number in fp32 too
 Judged = dict[str, Any]
 # How libraries say that memory is short without a MemoryError (torch's allocators, on CPU and on a device).
 WANT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA out of memory")
@@ -78,8 +79,8 @@ def _judged(returned: Any) -> Judged:
     if number is None:
         return _fault("wrong_type", _wrong_type(returned))
     value = _as_float(number)
-    if not math.isfinite(value):
-        return _fault("not_finite", f"the score is {value}")
+    if not abs(value) <= LARGEST:
+        return _fault("not_finite", f"the score is {value}" + (f", beyond {LARGEST}" if math.isfinite(value) else ""))
     return {"score": value, "extras": {str(name): _plain(extra) for name, extra in extras.items()}}
 
 

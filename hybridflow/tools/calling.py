@@ -48,7 +48,7 @@ def called(tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any] | 
     """The text that a tool gives.
 
     Raises:
-        ValueError: there is no such tool, or it gives nothing.
+        ValueError: there is no such tool, or it gives nothing, or what is no text.
     """
     if name not in tools:
         near = difflib.get_close_matches(name, tools, n=1)
@@ -58,6 +58,7 @@ def called(tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any] | 
     text = "" if given is None else str(given)
     if not text:
         raise ValueError(f"the tool {name} gave nothing")
+    text.encode()  # halves of surrogate pairs: UnicodeEncodeError, which is a ValueError
     return text
 
 

@@ -104,10 +104,10 @@ class Builder:
 
     def costs(self) -> Rewards:
         """The cost model if there is one, else the cost function; a cost is judged as a reward is."""
-        part = (DecoderPart(self._scoring(Role.COST, Head.SCORE, self.config.model.cost_model.path), self.world, None)
-                if self.inputs.cost_function is None else
-                FunctionPart(self.inputs.cost_function, self.inputs.tokenizer, self.inputs.ends, self.world))
-        return Rewards([WeightedPart(part, FaultPolicy({}))])
+        scorer = self.inputs.costs
+        assert scorer is not None, "the config was checked"
+        return Rewards([WeightedPart(self._decoder_part(Role.COST, scorer) if isinstance(scorer, RewardDecoder)
+                                     else self._reward_part(scorer), FaultPolicy({}))])
 
     def multiplier(self) -> LagrangeMultiplier:
         safe = self.config.algorithm.safe
@@ -199,15 +199,18 @@ class Builder:
         if isinstance(scorer, RewardFunction):
             return FunctionPart(scorer, tokenizer, ends, self.world)
         if isinstance(scorer, RewardDecoder):
-            role, longest = self._scoring(Role.REWARD, Head.SCORE, scorer.path), self._model(scorer.path)
-            reread = None if scorer.tokenizer is None else Rereader(tokenizer, ends, scorer.tokenizer,
-                                                                    longest.max_position_embeddings)
-            return DecoderPart(role, self.world, reread)
+            return self._decoder_part(Role.REWARD, scorer)
         offload = self.config.train.offload.roles
         classifier = TextClassifier.open(scorer.path, torch.device("cpu") if offload else self.world.device,
                                          DTYPES[own.dtype or self.config.train.mixed_precision], label=own.label,
                                          pair=own.pair, micro_batch_size=own.micro_batch_size)
         return ClassifierPart(classifier, tokenizer, ends, self.world, offload=offload)
+
+    def _decoder_part(self, role: Role, scorer: RewardDecoder) -> DecoderPart:
+        longest = self._model(scorer.path).max_position_embeddings
+        reread = None if scorer.tokenizer is None else Rereader(self.inputs.tokenizer, self.inputs.ends,
+                                                                scorer.tokenizer, longest)
+        return DecoderPart(self._scoring(role, Head.SCORE, scorer.path), self.world, reread)
 
     def advantages(self) -> Advantages:
         algorithm, buffer = _algorithm(self.config), _algorithm(self.config).overlong_buffer

@@ -37,7 +37,7 @@ from hybridflow.tools.detect import call_ends
 from hybridflow.tools.observation import ObservationForm
 from hybridflow.tools.toolbox import ToolBox
 from hybridflow.trainer.engine_options import DTYPES, MIB
-from hybridflow.trainer.rewards.inputs import RewardInput, read_rewards
+from hybridflow.trainer.rewards.inputs import RewardDecoder, RewardInput, read_costs, read_rewards
 from hybridflow.trainer.turns import TurnLoop
 
 
@@ -49,7 +49,7 @@ class Inputs:
         model: the actor's shape.
         ends: what ends a response: the tokenizer's and the model's ends, and generation.stop.
         rewards: what scores answers, the workers of functions running; empty where nothing is scored.
-        cost_function: what says what an answer costs, its workers running; None where a cost model does, or nothing.
+        costs: what says what an answer costs, the workers of a function running; None where nothing does.
         turns: of answers that may call tools, with the tools' workers running; None where an answer is one turn.
         estimator, policy_loss: those of the algorithm, the user's own files run; None where nothing is scored.
     """
@@ -61,7 +61,7 @@ class Inputs:
     rewards: tuple[RewardInput, ...]
     estimator: Estimator | None = None
     policy_loss: PolicyLoss | None = None
-    cost_function: RewardFunction | None = None
+    costs: RewardFunction | RewardDecoder | None = None
     turns: TurnLoop | None = None
 
     @classmethod
@@ -90,6 +90,8 @@ class Inputs:
             require_weights("model.critic.path", config.model.critic.path, Head.VALUE)
             require_weights("model.cost_model.path", config.model.cost_model.path, Head.SCORE)
             require_weights("model.cost_critic.path", config.model.cost_critic.path, Head.VALUE)
+            for role in ("critic", "cost_critic"):
+                require_vocabulary(f"model.{role}.path", vars(config.model)[role].path, model.vocab_size)
             for key, path in reward_models(config.reward, config.model.reward_model).items():
                 if is_decoder_folder(path):
                     require_weights(key, path, Head.SCORE)
@@ -101,7 +103,7 @@ class Inputs:
             return cls(config, opened, model, ends, ())
         functions = _algorithm_functions(with_recipe(config).algorithm)
         return cls(config, opened, model, ends, read_rewards(config, opened, model.vocab_size), *functions,
-                   _cost_function(config), _turn_loop(config, opened))
+                   read_costs(config, opened, model.vocab_size), _turn_loop(config, opened))
 
     def close_tools(self) -> None:
         """End the workers of tools, if any."""
@@ -197,6 +199,17 @@ def require_weights(key: str, path: str | None, head: Head, fresh: Sequence[str]
         raise ValueError(f"{key} = {error}{wanted}") from None
 
 
+def require_vocabulary(key: str, path: str | None, size: int) -> None:
+    """The model that `key` names, if any, reads all `size` ids of the actor.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if path is not None and (own := ModelConfig.from_hf_folder(path).vocab_size) < size:
+        raise ValueError(f"{key} = {path}: its vocabulary of {own} is smaller than the actor's of {size}, whose tokens "
+                         "it has to read; choose a model with the actor's tokenizer")
+
+
 def response_ends(stops: Sequence[int | str], tokenizer: Tokenizer, model: ModelConfig) -> ResponseEnds:
     """The ends of the tokenizer and the model, and `stops`: ids, strings of one token, and others.
 
@@ -221,11 +234,6 @@ def _algorithm_functions(algorithm: AlgorithmConfig) -> tuple[Estimator, PolicyL
     """Of an algorithm with nothing left open."""
     assert algorithm.advantage is not None and algorithm.policy_loss is not None
     return find_estimator(algorithm.advantage), find_policy_loss(algorithm.policy_loss)
-
-
-def _cost_function(config: Config) -> RewardFunction | None:
-    cost = config.cost
-    return None if cost.function is None else RewardFunction.load(cost.function, timeout_s=cost.timeout_s)
 
 
 def _turn_loop(config: Config, tokenizer: Tokenizer) -> TurnLoop | None:

@@ -138,9 +138,10 @@ def _mixture(config: Config) -> list[TrainSource]:
     """Each source with a name of its own: its task's or its first file's, numbered where it is taken."""
     sources: dict[str, TrainSource] = {}
     for source in config.data.mixture:
-        name = _name(source)
-        if name in sources:
-            name += f"_{len(sources)}"
+        first = name = _name(source)
+        number = 1
+        while name in sources:
+            name = f"{first}_{(number := number + 1)}"
         sources[name] = _mixed(name, source, config)
     return list(sources.values())
 

@@ -16,7 +16,9 @@ OWN = Path(__file__).parents[1] / "algorithms" / "users_own.py"
 # The base has kl in the reward and an entropy bonus; two optimizer steps a rollout, so that ratios are not 1.
 OWN_KL = ("algorithm.kl={where: null, coef: 0.1}",)
 CASES = {
-    **{name.value: (f"algorithm.name={name.value}", *OWN_KL) for name in AlgorithmName if name.value != "ppo"},
+    **{name.value: (f"algorithm.name={name.value}", *OWN_KL) for name in AlgorithmName
+       if name.value not in ("ppo", "safe_rlhf")},
+    "safe_rlhf": ("algorithm.name=safe_rlhf", *OWN_KL, f"cost.function={Path(__file__).with_name('costs.py')}:cost"),
     "rloo, reinforce_pp's KL": ("algorithm.name=rloo", "algorithm.kl.target=2.0"),
     "gspo_token with critic and correction": (
         "algorithm.policy_loss=gspo_token", "algorithm.correction={level: sequence, how: mask}",

@@ -68,6 +68,16 @@ def read_rewards(config: Config, tokenizer: Tokenizer, vocab_size: int) -> tuple
     return (RewardInput(_function(config, reward.function, scoring), policy),)
 
 
+def read_costs(config: Config, tokenizer: Tokenizer, vocab_size: int) -> RewardFunction | RewardDecoder | None:
+    """What says what an answer costs, None where nothing does. Arguments and errors as of `read_rewards`."""
+    cost, path = config.cost, config.model.cost_model.path
+    if path is not None:
+        model = _model(config, "model.cost_model.path", path, tokenizer, vocab_size)
+        assert isinstance(model, RewardDecoder), "its tensors have been looked at"
+        return model
+    return None if cost.function is None else RewardFunction.load(cost.function, timeout_s=cost.timeout_s)
+
+
 def _part(config: Config, part: RewardPartConfig, tokenizer: Tokenizer, vocab_size: int) -> RewardInput:
     if part.model is not None:
         scorer = _model(config, f"reward.mixture {part.name}: model", part.model, tokenizer, vocab_size)
