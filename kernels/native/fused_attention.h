@@ -72,7 +72,7 @@ public:
     }
 
 private:
-    static constexpr int kPanelVectors = 3, kPanel = kPanelVectors * kLanes<C>;  // queries whose scores are computed together
+    static constexpr int kPanel = 3 * kLanes<C>;  // queries whose scores are computed together
     static constexpr int kBlock = 48;  // queries that share a pass over keys, fewer where there are many keys
     static constexpr long kScores = 1 << 16;
     static constexpr int kSpare = 24;  // rows behind the last key that a tile may reach
@@ -245,8 +245,8 @@ private:
     void add_over_queries(const C* weights, const C* rows, C* to) const {
         for (long key = 0; key < seen_by(queries_ - 1); key += kRowsTogether) {
             long from = first_that_sees(key);
-            product_rows<C, true>(weights + key * kBlock + from, kBlock, 1, rows + from * width_, to + key * width_, width_,
-                                  queries_ - from);
+            product_rows<C, true>(weights + key * kBlock + from, kBlock, 1, rows + from * width_, to + key * width_,
+                                  width_, queries_ - from);
         }
     }
 
@@ -315,11 +315,11 @@ private:
     long count_, kv_;
     bool backward_;
     long group_, dim_, width_, root_, together_;
-    // Where run() is: a segment's first token and the keys before it, a block's first query in the segment and its size.
+    // Where run() is: a segment's first token and the keys before it; a block's first query in the segment and size.
     long start_, base_, first_, queries_;
-    C *k_, *v_, *grad_k_, *grad_v_;                                // [keys, width]
-    C *q_, *o_, *grad_o_, *q_columns_, *grad_o_columns_;           // [block, width], [width, block]
-    C *scores_, *grad_scores_, *peaks_, *inverse_sums_;            // [keys, block], [block]
+    C *k_, *v_, *grad_k_, *grad_v_;                       // [keys, width]
+    C *q_, *o_, *grad_o_, *q_columns_, *grad_o_columns_;  // [block, width], columns [width, block]
+    C *scores_, *grad_scores_, *peaks_, *inverse_sums_;   // [keys, block], the last two [block]
 };
 
 }  // namespace hf

@@ -17,8 +17,8 @@ constexpr int kSums = 12;
 
 // sums[r][v] += a[r, p] * b[p, v] over p < k. a has any strides, b rows of vectors.
 template <class C, int R, int V>
-inline __attribute__((always_inline)) void add_product(const C* a, long a_row, long a_col, const C* b, long b_row, long k,
-                                                       Vector<C> (&sums)[R][V]) {
+inline __attribute__((always_inline)) void add_product(const C* a, long a_row, long a_col, const C* b, long b_row,
+                                                       long k, Vector<C> (&sums)[R][V]) {
 #pragma GCC unroll 4
     for (long p = 0; p < k; ++p) {
         Vector<C> factors[V];

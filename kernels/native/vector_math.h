@@ -121,7 +121,7 @@ template <> struct Exp2Numbers<float> {
     static constexpr float kLowest = -127;              // where those bits are 0
     static constexpr int kMantissa = 23;
     static constexpr float kTerms[] = {0.69314718802622878106f,  0.24022650760568126945f,   0.055503571142190778186f,
-                                       0.0096180825572778514913f, 0.0013390863364671234381f, 0.00015453162945120690177f};
+                                       0.009618082557277851491f, 0.0013390863364671234381f, 0.00015453162945120690177f};
 };
 template <> struct Exp2Numbers<double> {
     static constexpr double kMagic = 6755399441055744.0 + 1023;
