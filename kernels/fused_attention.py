@@ -20,9 +20,9 @@ from torch import Tensor
 from hybridflow.kernels.native_ops import COMPUTE, DTYPES, library
 
 POINTER, LONG = c_void_p, c_long
-SHARED = [c_int, POINTER, LONG, LONG, LONG, LONG, POINTER, POINTER, POINTER, POINTER, LONG]
+SHARED = [c_int, POINTER, LONG, LONG, LONG, LONG, POINTER, POINTER, POINTER, POINTER, LONG, LONG]
 SIGNATURES = {"hf_fused_attention": [*SHARED, POINTER, POINTER],
-              "hf_fused_attention_backward": [*SHARED, *[POINTER] * 4]}
+              "hf_fused_attention_backward": [*SHARED, *[POINTER] * 3]}
 
 
 @dataclass(frozen=True)
@@ -89,20 +89,19 @@ class _FusedAttention(torch.autograd.Function):
         size = qkv.shape[1] // (heads + 2 * kv_heads)
         assert cos.shape == signed_sin.shape == (tokens, 1, size) and cos.dtype == signed_sin.dtype == qkv.dtype
         assert int(families.segments[:, 1].sum()) == tokens and heads % kv_heads == size % 2 == 0, (tokens, heads, size)
-        out, log_sums = qkv.new_empty(tokens, heads * size), torch.empty(tokens, heads, dtype=COMPUTE[qkv.dtype])
+        out, softmax = qkv.new_empty(tokens, heads * size), torch.empty(2, tokens, heads, dtype=COMPUTE[qkv.dtype])
         ctx.shape = heads, kv_heads, size
         ctx.families = families
-        ctx.save_for_backward(qkv, cos.contiguous(), signed_sin.contiguous(), out, log_sums)
-        attention_library().hf_fused_attention(*_arguments(ctx, *ctx.to_save[:3]), out.data_ptr(), log_sums.data_ptr())
+        ctx.save_for_backward(qkv, cos.contiguous(), signed_sin.contiguous(), softmax)
+        attention_library().hf_fused_attention(*_arguments(ctx, *ctx.to_save[:3]), out.data_ptr(), softmax.data_ptr())
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, cos, signed_sin, out, log_sums = ctx.saved_tensors
+        qkv, cos, signed_sin, softmax = ctx.saved_tensors
         grad, grad_qkv = grad.contiguous(), torch.empty_like(qkv)
         attention_library().hf_fused_attention_backward(
-            *_arguments(ctx, qkv, cos, signed_sin), out.data_ptr(), log_sums.data_ptr(), grad.data_ptr(),
-            grad_qkv.data_ptr())
+            *_arguments(ctx, qkv, cos, signed_sin), softmax.data_ptr(), grad.data_ptr(), grad_qkv.data_ptr())
         return grad_qkv, None, None, None, None, None
 
 
@@ -110,4 +109,5 @@ def _arguments(ctx: Any, qkv: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[
     """What forward and backward begin with."""
     families: Families = ctx.families
     return (DTYPES[qkv.dtype], qkv.data_ptr(), qkv.stride(0), *ctx.shape, cos.data_ptr(), signed_sin.data_ptr(),
-            families.segments.data_ptr(), families.ends.data_ptr(), len(families.ends))
+            families.segments.data_ptr(), families.ends.data_ptr(), len(families.ends),
+            qkv.shape[0])

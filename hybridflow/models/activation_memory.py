@@ -118,7 +118,8 @@ class ActivationMemory:
         """From the fused projection to the input of the output projection."""
         q, kv, num_heads = self._widths
         if self.fused:
-            return shape.num_tokens * ((2 * q + 2 * kv) * self._size + num_heads * self._wide)
+            # The projection, attention's output, and of each softmax a peak and a sum.
+            return shape.num_tokens * ((2 * q + 2 * kv) * self._size + 2 * num_heads * self._wide)
         n, is_laid_out = shape.num_tokens, self.cp == 1 and shape.is_ragged
         slots = shape.slots if is_laid_out else n
         seen = slots * (q * self._size + num_heads * self._wide)  # attention's output and log-sums

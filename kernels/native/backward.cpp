@@ -136,13 +136,14 @@ void hf_logit_gradients(int dtype, void* logits, long rows, long size, double fa
 }
 
 // Attention of rows and their branches. qkv: [tokens, (heads + 2 kv_heads) head_dim]; segments: (start, length) of each
-// root and the branches that follow it, `ends` of each family in that list; log_sums [tokens, heads] in the compute type.
+// root and the branches that follow it, `ends` of each family in that list; softmax [2, tokens, heads]
+// in the compute type: peaks and inverse sums (Projection).
 void hf_fused_attention(int dtype, const void* qkv, long token_stride, long heads, long kv_heads, long head_dim,
                         const void* cos, const void* signed_sin, const int64_t* segments, const int64_t* ends,
-                        long families, void* out, void* log_sums) {
+                        long families, long tokens, void* out, void* softmax) {
     with_dtype(dtype, [&]<class T>(T) {
         Projection<T> all{(const T*)qkv, token_stride, heads, kv_heads, head_dim, (const T*)cos, (const T*)signed_sin,
-                          (T*)out, (Compute<T>*)log_sums, nullptr, nullptr};
+                          (T*)out, (Compute<T>*)softmax, (Compute<T>*)softmax + tokens * heads, nullptr, nullptr};
         for_families(all, segments, ends, families, false);
     });
 }
@@ -150,11 +151,12 @@ void hf_fused_attention(int dtype, const void* qkv, long token_stride, long head
 // The gradient of qkv, of the same strides, from that of `out`.
 void hf_fused_attention_backward(int dtype, const void* qkv, long token_stride, long heads, long kv_heads,
                                  long head_dim, const void* cos, const void* signed_sin, const int64_t* segments,
-                                 const int64_t* ends, long families, const void* out, const void* log_sums,
+                                 const int64_t* ends, long families, long tokens, const void* softmax,
                                  const void* grad_out, void* grad_qkv) {
     with_dtype(dtype, [&]<class T>(T) {
         Projection<T> all{(const T*)qkv, token_stride, heads, kv_heads, head_dim, (const T*)cos, (const T*)signed_sin,
-                          (T*)out, (Compute<T>*)log_sums, (const T*)grad_out, (T*)grad_qkv};
+                          nullptr, (Compute<T>*)softmax, (Compute<T>*)softmax + tokens * heads,
+                          (const T*)grad_out, (T*)grad_qkv};
         for_families(all, segments, ends, families, true);
     });
 }
