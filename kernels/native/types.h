@@ -45,8 +45,8 @@ template <class V> inline V load(const void* from) {
 }
 template <class V> inline void store(void* to, V value) { std::memcpy(to, &value, sizeof(V)); }
 
-// `value`, which the compiler has to have loaded by now: it would rather read a vector from memory again for every
-// product in which it stands, and loads, not arithmetic, would limit the loop.
+// `value`, which the compiler has to have in a register by now: it would rather read a vector from memory again for
+// every product in which it stands, and loads, not arithmetic, would limit the loop.
 template <class V> inline V in_register(V value) {
 #if defined(__x86_64__)
     asm("" : "+v"(value));
