@@ -84,11 +84,15 @@ def test_a_file_that_does_not_import_is_told(tmp_path):
     broken.write_text("import torch\nraise RuntimeError('not today')\n")
     with pytest.raises(ValueError, match="broken.py does not import: RuntimeError: not today"):
         find_policy_loss(f"{broken}:loss")
+    broken.write_text("raise SystemExit(0)\n")
+    with pytest.raises(ValueError, match="broken.py does not import: SystemExit: 0"):
+        find_estimator(f"{broken}:estimate")
 
 
 def test_what_an_estimator_returns_is_looked_at():
     for name, told in (("returns_a_tensor", "returned a Tensor; it must return an Estimate"),
-                       ("one_too_few", r"of shape \(2,\); those of these tokens have \(3,\)")):
+                       ("one_too_few", r"of shape \(2,\); those of these tokens have \(3,\)"),
+                       ("not_finite", "returned advantages that are not finite")):
         with pytest.raises(ValueError, match=told):
             estimated(find_estimator(f"{OWN}:{name}"), REWARDED, AdvantageOptions(), whitened=False)
     assert isinstance(find_estimator("dr_grpo")(REWARDED, AdvantageOptions()), Estimate)

@@ -18,6 +18,13 @@ def test_the_base_config_is_valid_on_many_worlds():
     assert [faults(world) for world in (1, 2, 3, 8)] == [{}, {}, {}, {}]
 
 
+def test_remax_replaces_no_prompts_and_a_run_is_no_staler_than_long():
+    assert "algorithm.resample_rounds" in faults(1, "algorithm.name=remax", "algorithm.resample_rounds=2")
+    partial = ("generation.overlap=partial", "placement={actor: 0, generation: 1}", "train.total_steps=5")
+    assert "generation.max_staleness" in faults(2, *partial, "generation.max_staleness=6")
+    assert "generation.max_staleness" not in faults(2, *partial, "generation.max_staleness=5")
+
+
 def test_a_world_of_8_cannot_have_tp_3():  # case 26
     message = faults(8, "train.layout.tp=3")["train.layout.tp"]
     assert message == "train.layout.tp = 3: world size 8 cannot be cut in tp 3 x pp 1; choose tp 1, 2, 4 or 8"

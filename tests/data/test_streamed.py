@@ -130,6 +130,12 @@ def test_rows_that_are_left_out_are_passed_over_and_counted(tmp_path):
         take(loader([path], rule=LengthRule(1, Overlong.DROP)), 1)
 
 
+def test_one_row_that_fits_is_found_again_in_every_epoch(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["1"] + ["4" * 9] * 9)
+    for seed in range(4):
+        assert len(ids(take(loader([path], seed=seed, rule=LengthRule(3, Overlong.DROP)), 3))) == 12
+
+
 def test_bad_rows_are_named_when_they_are_met(tmp_path):
     path = tmp_path / "a.jsonl"
     bad = {**row("x"), "reward_model": {"style": "rule"}}

@@ -21,7 +21,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 def odd(data_source, solution_str, ground_truth, extra_info):
     return {
-        "text": "1.0", "none": None, "list": [1.0], "inf": float("inf"), "int": 2, "bool": True,
+        "text": "1.0", "none": None, "list": [1.0], "inf": float("inf"), "huge": 1e30, "int": 2, "bool": True,
         "dict": {"score": 0.5, "format": 1, "note": "fine", "what": [1]}, "bad dict": {"reward": 1.0},
         "text dict": {"score": "1.0"}, "nan dict": {"score": float("nan")},
     }[solution_str]  # fmt: skip

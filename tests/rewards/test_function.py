@@ -85,9 +85,9 @@ def test_what_counts_as_a_score():
         result = function.score(rows("int", "bool", "dict"))
         assert result.scores.tolist() == [2.0, 1.0, 0.5] and not result.faults
         assert result.extras == ({}, {}, {"format": 1, "note": "fine", "what": "[1]"})
-        bad = function.score(rows("text", "none", "list", "bad dict", "text dict", "inf", "nan dict"))
-        assert bad.faults == {FaultKind.WRONG_TYPE: 5, FaultKind.NOT_FINITE: 2}
-        assert numbers(bad) == [None] * 7
+        bad = function.score(rows("text", "none", "list", "bad dict", "text dict", "inf", "nan dict", "huge"))
+        assert bad.faults == {FaultKind.WRONG_TYPE: 5, FaultKind.NOT_FINITE: 3}
+        assert numbers(bad) == [None] * 8 and "1e+30, beyond 1e+18" in bad.row_faults[7].message
         assert "not the str '1.0'" in bad.row_faults[0].message
         assert "{'reward': 1.0}" in bad.row_faults[3].message
 

@@ -42,17 +42,19 @@ def test_the_ends_of_calls():
 def test_tools_answer_and_fail_without_a_silent_observation():
     box = ToolBox(FILE, "tags", timeout_s=1.5)
     try:
-        assert box.names == ("add", "fails", "spins", "dies", "silent", "long", "minus", "length", "every_turn")
+        assert box.names == ("add", "fails", "spins", "dies", "silent", "long", "minus", "half", "length",
+                             "every_turn")
         turns = ["<tool>add: 2 3</tool>", "no call", "<tool>fails: money</tool>", "<tool>ad: 1</tool>",
                  "<tool>silent: a</tool>", "<tool>dies: a</tool>", "<tool>spins: a</tool>", "<tool>add</tool>",
-                 "<tool>_hidden: a</tool>", "<tool>long: 9000</tool>", "<tool>add: 4</tool>"]
+                 "<tool>_hidden: a</tool>", "<tool>long: 9000</tool>", "<tool>half: a</tool>", "<tool>add: 4</tool>"]
         replies = answers(box, turns)
     finally:
         box.close()
     assert replies[:2] == [ToolReply("5"), None] and replies[-1] == ToolReply("4")
     assert replies[9].cut and len(replies[9].text) == 10_000 and not replies[9].failed
     words = {2: "no money", 3: "did you mean add?", 4: "the tool silent gave nothing", 5: "ended with status 3",
-             6: "still running after 1.5 s", 7: "a call is", 8: "there is no tool '_hidden'"}
+             6: "still running after 1.5 s", 7: "a call is", 8: "there is no tool '_hidden'",
+             10: "surrogates not allowed"}
     for place, said in words.items():
         assert replies[place].failed and replies[place].text.startswith("error: ") and said in replies[place].text
 

@@ -94,6 +94,14 @@ def mixture(folder: Path, *overrides: str) -> Config:
     return load_config({"data": data}, overrides)
 
 
+def test_no_two_sources_have_one_name(tmp_path: Path):
+    (tmp_path / "b").mkdir()
+    files = [write(tmp_path / name, ["10"]) for name in ("sums.jsonl", "sums_2.jsonl", "b/sums.jsonl")]
+    data = {"source": "mixture", "mixture": [{"files": [file]} for file in files], "prompts_per_step": 40}
+    sources = read_records(load_config({"data": data}, ())).sources
+    assert [source.name for source in sources] == ["sums", "sums_2", "sums_3"]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_mixture_of_files_and_tasks(tmp_path: Path, streaming: bool):
     tokenizer = open_tokenizer(make_tokenizer(tmp_path))

@@ -15,7 +15,7 @@ from hybridflow.data.tokenizer_match import same_tokenizer
 from hybridflow.observe.metric_names import check_names
 from hybridflow.parallel.world import World
 from hybridflow.response_text import answer_text
-from hybridflow.trainer.inputs import Inputs
+from hybridflow.trainer.inputs import Inputs, require_vocabulary
 from hybridflow.trainer.prompts import read_records, training_prompts
 from hybridflow.trainer.rl import RLTrainer
 from tests.data.test_huggingface import write_folder
@@ -107,8 +107,21 @@ def test_a_decoder_with_the_actor_s_tokenizer_reads_its_ids(tokenizer: Path, tmp
     assert scores[0] == scores[1]
 
 
+def test_a_cost_model_reads_as_a_reward_model_does(tokenizer: Path, tmp_path: Path):
+    other = llama(tmp_path / "other", 400)
+    write_folder(other)
+    keys = (NO_FUNCTION, f"model.reward_model.path={other}", "algorithm.name=safe_rlhf",
+            f"model.cost_model.path={other}")
+    _, metrics, _ = one_step(ALONE, tokenizer, tmp_path, keys)
+    assert metrics["cost/mean"] == pytest.approx(metrics["reward/mean"], rel=1e-12)
+
+
 def test_folders_that_cannot_score_are_refused_before_ranks_meet(classifier: Path, tokenizer: Path, tmp_path: Path):
     small = llama(tmp_path / "small", 40)
+    with pytest.raises(ValueError, match="model.cost_model.path = .*vocabulary of 40 is smaller than that of 273"):
+        Inputs.read(tiny_config(tokenizer, tmp_path, ("algorithm.name=safe_rlhf", f"model.cost_model.path={small}")))
+    with pytest.raises(ValueError, match="model.critic.path = .*vocabulary of 40 is smaller than the actor's of 273"):
+        require_vocabulary("model.critic.path", str(small), 273)
     with pytest.raises(ValueError, match="model.reward_model.path = .*vocabulary of 40 is smaller than that of 273"):
         Inputs.read(tiny_config(tokenizer, tmp_path, (NO_FUNCTION, f"model.reward_model.path={small}")))
     write_folder(small)
