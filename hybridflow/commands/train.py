@@ -35,7 +35,8 @@ def prepare(config: Config) -> Job:
     config = with_recipe(config)
     records = read_records(config)
     inputs = Inputs.read(config)
-    require_parts(inputs.rewards, (record.data_source for record in (*records.train, *records.test)))
+    require_parts(inputs.rewards, (record.data_source for record in (*records.train, *records.test)),
+                  all_known=not config.data.streaming)
     loader = training_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     return partial(_run, inputs, records, loader, held_out, _pretraining(config, records, inputs))

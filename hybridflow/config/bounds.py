@@ -59,10 +59,11 @@ BOUNDS = (
     Bound(
         ("train.optimizer.eps", "train.critic_optimizer.eps", "train.optimizer.clip_grad_norm",
          "train.critic_optimizer.clip_grad_norm", "algorithm.value_clip", "algorithm.kl.target",
-         "reward.timeout_s", "cost.timeout_s", "tools.timeout_s",
-         "algorithm.safe.multiplier_lr", "train.timeout_s", "algorithm.clip.high", "preference.beta"),
+         "algorithm.safe.multiplier_lr", "algorithm.clip.high", "preference.beta"),
         lambda x: 0 < x < float("inf"), "must be a finite number above 0", "choose a number above 0",
     ),
+    Bound(("reward.timeout_s", "cost.timeout_s", "tools.timeout_s", "train.timeout_s"), lambda x: 0 < x <= 1e6,
+          "must lie in (0, 1e6]", "choose a number of seconds, e.g. 60.0"),
     Bound(("tools.max_turns",), lambda n: n >= 2, "must be at least 2", "choose 2 or more, or tools.file null"),
     Bound(("algorithm.safe.multiplier",), lambda x: 1e-3 <= x <= 1e3, "must lie in [0.001, 1000]", "choose e.g. 1.0"),
     Bound(("algorithm.safe.cost_limit",), isfinite, "must be a finite number", "choose e.g. 0.0"),

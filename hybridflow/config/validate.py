@@ -129,6 +129,9 @@ def _batches(config: Config, command: Command, world_size: int | None) -> Iterat
     if world_size is not None:
         yield from _accumulation(config, BatchMath.of(config, world_size).dp)
     rollouts = config.data.prompts_per_step * samples
+    if command is Command.KTO and train.global_batch_size == 1:
+        yield Fault("train.global_batch_size", 1, "kto compares each answer with those to other prompts of its batch",
+                    "choose 2 or more")
     if command is Command.TRAIN and train.global_batch_size > rollouts:
         yield Fault("train.global_batch_size", train.global_batch_size,
                     f"a step has only {counted(config.data.prompts_per_step, 'prompt')} x "

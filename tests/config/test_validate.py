@@ -25,6 +25,12 @@ def test_remax_replaces_no_prompts_and_a_run_is_no_staler_than_long():
     assert "generation.max_staleness" not in faults(2, *partial, "generation.max_staleness=5")
 
 
+def test_kto_needs_other_prompts_in_a_batch():
+    for size, wrong in ((1, True), (2, False)):
+        found = faults(1, f"train.global_batch_size={size}", "train.micro_batch_size=1", command=Command.KTO)
+        assert ("train.global_batch_size" in found) is wrong
+
+
 def test_a_world_of_8_cannot_have_tp_3():  # case 26
     message = faults(8, "train.layout.tp=3")["train.layout.tp"]
     assert message == "train.layout.tp = 3: world size 8 cannot be cut in tp 3 x pp 1; choose tp 1, 2, 4 or 8"

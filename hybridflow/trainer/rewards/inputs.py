@@ -5,6 +5,7 @@ Whatever is wrong with these is a ValueError here. It makes no weights.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -126,14 +127,19 @@ def _own_tokenizer(path: str, spoken: Tokenizer, vocab_size: int) -> Tokenizer |
     return own
 
 
-def require_parts(rewards: Sequence[RewardInput], data_sources: Iterable[str]) -> None:
-    """Every data source is scored, where anything is.
+def require_parts(rewards: Sequence[RewardInput], data_sources: Iterable[str], *, all_known: bool = False) -> None:
+    """Every data source is scored, where anything is. With `all_known` there are no others than these.
 
     Raises:
-        ValueError: the data sources that no part scores.
+        ValueError: the data sources that no part scores, or those of parts that are none.
     """
-    unscored = sorted({source for source in data_sources
-                       if not any(not part.data_sources or source in part.data_sources for part in rewards)})
+    known = set(data_sources)
+    if all_known and (none := sorted(set().union(*(part.data_sources for part in rewards)) - known)):
+        near = difflib.get_close_matches(none[0], known, n=1)
+        raise ValueError(f"reward.mixture: {', '.join(map(repr, none))}: no row has that data source; "
+                         + (f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"))
+    unscored = sorted(source for source in known
+                      if not any(not part.data_sources or source in part.data_sources for part in rewards))
     if rewards and unscored:
         raise ValueError(f"reward.mixture: no part scores the data source {', '.join(map(repr, unscored))}; name it in "
                          "the data_sources of a part, or leave those of one empty")

@@ -181,9 +181,11 @@ def test_every_data_source_has_a_part_before_ranks_meet():
     function = RewardFunction.load(f"{RULES}:score", timeout_s=30.0)
     parts = [RewardInput(function, DROP, "a", 1.0, frozenset({"sums"})),
              RewardInput(function, DROP, "b", 1.0, frozenset({"words"}))]
-    require_parts(parts, ["sums", "words"])
+    require_parts(parts, ["sums", "words"], all_known=True)
     with pytest.raises(ValueError, match="no part scores the data source 'facts', 'maths'"):
         require_parts(parts, ["sums", "maths", "facts"])
+    with pytest.raises(ValueError, match="'words': no row has that data source; did you mean word?"):
+        require_parts(parts, ["sums", "word"], all_known=True)
     function.close()
 
 
