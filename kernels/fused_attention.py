@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.kernels.native_ops import COMPUTE, DTYPES, library
+from hybridflow.kernels.native_ops import COMPUTE, DTYPES, library_with
 
 POINTER, LONG = c_void_p, c_long
 SHARED = [c_int, POINTER, LONG, LONG, LONG, LONG, POINTER, POINTER, POINTER, POINTER, LONG, LONG]
@@ -73,12 +73,7 @@ def attention_library() -> ctypes.CDLL:
     Raises:
         RuntimeError: it cannot be built here.
     """
-    found = library()
-    for name, arguments in SIGNATURES.items():
-        entry = found[name]
-        entry.argtypes, entry.restype = arguments, None
-        setattr(found, name, entry)
-    return found
+    return library_with(SIGNATURES)
 
 
 class _FusedAttention(torch.autograd.Function):

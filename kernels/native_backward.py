@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.kernels.native_build import NativeLibrary, native_library
-from hybridflow.kernels.native_ops import COMPUTE, DTYPES, library
+from hybridflow.kernels.native_ops import COMPUTE, DTYPES, library_with
 
 POINTER, LONG = c_void_p, c_long
 SIGNATURES = {
@@ -39,12 +39,7 @@ def backward_library() -> ctypes.CDLL:
     Raises:
         RuntimeError: it cannot be built here.
     """
-    found = library()
-    for name, arguments in SIGNATURES.items():
-        entry = found[name]
-        entry.argtypes, entry.restype = arguments, None
-        setattr(found, name, entry)
-    return found
+    return library_with(SIGNATURES)
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:

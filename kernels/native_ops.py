@@ -6,11 +6,12 @@ Owns the checks of shapes and dtypes before a pointer leaves Python. It never de
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_int, c_long, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,20 @@ def library() -> ctypes.CDLL:
     if isinstance(found, Unavailable):
         raise RuntimeError(f"the native kernels are not available: {found.reason}")
     return declare(found)
+
+
+def library_with(signatures: Mapping[str, list[Any]]) -> ctypes.CDLL:
+    """The library with more entry points declared: argument types by name; they return nothing.
+
+    Raises:
+        RuntimeError: it cannot be built here.
+    """
+    found = library()
+    for name, arguments in signatures.items():
+        entry = found[name]
+        entry.argtypes, entry.restype = arguments, None
+        setattr(found, name, entry)
+    return found
 
 
 def declare(found: NativeLibrary) -> ctypes.CDLL:

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hybridflow.kernels.native_ops import DTYPES, library
+from hybridflow.kernels.native_ops import DTYPES, library_with
 
 POINTER, LONG = c_void_p, c_long
 SIGNATURES = {
@@ -33,12 +33,7 @@ def rows_library() -> ctypes.CDLL:
     Raises:
         RuntimeError: it cannot be built here.
     """
-    found = library()
-    for name, arguments in SIGNATURES.items():
-        entry = found[name]
-        entry.argtypes, entry.restype = arguments, None
-        setattr(found, name, entry)
-    return found
+    return library_with(SIGNATURES)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
