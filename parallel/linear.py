@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybridflow.kernels import products
 from hybridflow.parallel.collectives import (
     copy_to,
     gather_tokens,
@@ -48,13 +49,13 @@ def linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, weight_grads: T
         weight: `[out, in]`.
         bias: `[out]`.
         weight_grads: None leaves all to autograd.
-        product: computes y; None is torch.
+        product: computes y; None is `kernels.products`.
     """
     if weight_grads is not None and not (torch.is_grad_enabled() and weight in weight_grads.weights):
         weight_grads = None
-    if weight_grads is None and product is None:
+    if weight_grads is None and product is None and not products.gains(x, weight):
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, weight_grads, F.linear if product is None else product)
+    return _Linear.apply(x, weight, bias, weight_grads, products.linear if product is None else product)
 
 
 class _Linear(torch.autograd.Function):
@@ -83,7 +84,8 @@ class _Linear(torch.autograd.Function):
             ctx.weight_grads.add(ctx.weight, grad, *ctx.saved_tensors)
         elif needs_weight:
             grad_weight = grad.T @ ctx.saved_tensors[0]
-        return grad @ ctx.weight if needs_x else None, grad_weight, grad.sum(0) if needs_bias else None, None, None
+        grad_x = products.matmul(grad, ctx.weight) if needs_x else None
+        return grad_x, grad_weight, grad.sum(0) if needs_bias else None, None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -97,7 +99,7 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: whether the input holds only this rank's tokens; they are gathered here, and all of them are
             kept for the gradient of W.
     Attributes:
-        product: computes this rank's products, without the sum over ranks; None is torch.
+        product: computes this rank's products, without the sum over ranks; None is `kernels.products`.
     Input `[tokens, in]`, or `[tokens/tp, in]` under sequence parallelism; output `[tokens, out_per_rank]`.
     """
 
