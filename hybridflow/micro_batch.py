@@ -135,8 +135,8 @@ class MicroBatch:
         """
         assert all(sample.prompt for sample in samples), "the first response token is predicted from a prompt"
         layout = PackedRows.of(samples, share_prompts=share_prompts, unread=1)
-        index = [layout.place(row, len(sample.prompt) - 1 + i)
-                 for row, sample in enumerate(samples) for i in range(len(sample.response))]
+        # Each is predicted at the place of the token before it.
+        index = [place for prompt, response in layout.places if response for place in (prompt[-1], *response[:-1])]
         targets = [token for sample in samples for token in sample.response]
         rows = [row for row, sample in enumerate(samples) for _ in sample.response]
         return cls._packed(layout, index, targets, rows, columns, device, multiple_of, cp)
