@@ -75,7 +75,7 @@ def explained(results: Sequence[Result], options: Options, seconds: float) -> st
         "parameters in fp32. GRPO has no reference; PPO trains policy and critic and has one.",
         f"{options.threads} threads each; {options.rounds} steps of each in turns behind one to warm up. Seconds are "
         "of CPU time, medians; \"least\" is that of the fastest step. What is neither generation nor scoring is the "
-        "update.",
+        "update. How many times as long TRL takes is the median over the rounds, each a step of both side by side.",
         "Floor: the operations of products that a step needs at least (a shared prompt once, logits where a token is "
         "predicted, nothing twice), at the speed of torch's best product of square matrices on as many threads.",
     ]

@@ -39,7 +39,7 @@ class Options:
     """
 
     algorithms: tuple[str, ...] = ALGORITHMS
-    rounds: int = 5
+    rounds: int = 7
     threads: int = 1
     trl_python: str | None = None
     trl_ppo_python: str | None = None
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, environment: Mapping[str, str
     add = parser.add_argument
     add("--algorithms", type=some(ALGORITHMS), default=default.algorithms, metavar="A,B",
         help=f"of {', '.join(ALGORITHMS)}")
-    add("--rounds", type=count, default=default.rounds, metavar="N", help="steps of each, in turns (default 5)")
+    add("--rounds", type=count, default=default.rounds, metavar="N", help="steps of each, in turns (default 7)")
     add("--threads", type=count, default=default.threads, metavar="N", help="of each contestant (default 1)")
     add("--trl-python", default=default.trl_python, metavar="PATH",
         help=f"the interpreter of an environment that has TRL's GRPO (default: ${TRL_PYTHON})")
