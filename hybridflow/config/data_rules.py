@@ -75,8 +75,8 @@ def _mixture(config: Config, command: Command) -> Iterator[Fault]:
 
 def _weights(weights: dict[str, float]) -> Iterator[Fault]:
     for key, weight in weights.items():
-        if not 0 < weight < float("inf"):
-            yield Fault(key, weight, "must be above 0", "choose e.g. 1.0")
+        if not 1e-12 <= weight <= 1e12:  # sums of such weights are exact enough to draw by
+            yield Fault(key, weight, "must lie in [1e-12, 1e12]", "choose e.g. 1.0")
 
 
 def _judged(config: Config, command: Command) -> Iterator[Fault]:

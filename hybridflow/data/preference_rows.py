@@ -14,7 +14,6 @@ Other keys are ignored. Never tokenises.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -26,6 +25,7 @@ from hybridflow.data.records import ChatMessage, Prompt, PromptRecord, prompt_te
 from hybridflow.data.row_schema import parse_prompt
 
 ASSISTANT = "assistant"
+LARGEST_MARGIN = 1e6  # of two scores in nats; the loss of a pair is in proportion to it
 KEYS = ("prompt", "chosen", "rejected", "completion", "label", "data_source")
 
 
@@ -154,8 +154,9 @@ def _encodable(value: Prompt, key: str, origin: str) -> Prompt:
 
 def _margin(row: dict[str, Any], key: str, origin: str) -> float:
     value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{origin}: key '{key}' (preference.margin_key) must be a finite number, got {_show(value)}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST_MARGIN:
+        raise ValueError(f"{origin}: key '{key}' (preference.margin_key) must be a number in [{-LARGEST_MARGIN:g}, "
+                         f"{LARGEST_MARGIN:g}], got {_show(value)}")
     return float(value)
 
 

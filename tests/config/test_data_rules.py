@@ -16,6 +16,8 @@ MIXED = ["data.source=mixture", "reward.function=a.py:f"]
     ("[{task: gcd}, {task: gcd, files: [a]}]", "data.mixture[1]"),
     ("[{task: gcd, weight: 0}]", "data.mixture[0].weight"),
     ("[{files: [a], weight: .inf}]", "data.mixture[0].weight"),
+    ("[{task: gcd, weight: 1e308}]", "data.mixture[0].weight"),
+    ("[{task: gcd, weight: 1e-320}]", "data.mixture[0].weight"),
     ("[{task: gcd, size: 0}]", "data.mixture[0].size"),
     ("[{files: [a], template: x}]", "data.mixture[0].template"),
     ("[{files: [a], config: {x: 1}}]", "data.mixture[0].config"),
