@@ -12,6 +12,7 @@ from hybridflow.config.command import Command
 from hybridflow.config.layouts import answers_held_out
 from hybridflow.config.schema import Config
 from hybridflow.data.preference import ExampleRows, PreferenceLoader, TextRow, preference_fingerprint
+from hybridflow.gathering import Gathering
 from hybridflow.models.config import Head
 from hybridflow.parallel.world import World
 from hybridflow.trainer.inputs import Inputs
@@ -30,10 +31,12 @@ def prepare_preference(config: Config, command: Command, title: str, tokenise: T
     Args:
         make_trainer: from inputs, world, the first evaluation.prompts held-out rows, and all training rows.
     """
-    split = read_preferences(config)
     head = Head.SCORE if command is Command.REWARD_MODEL else Head.LANGUAGE_MODEL
-    answers = answers_held_out(config, command)
-    inputs = Inputs.read(config, scores=answers, head=head)
+    answers, gathering = answers_held_out(config, command), Gathering()
+    split = gathering.read(read_preferences, config)
+    inputs = gathering.read(Inputs.read, config, scores=answers, head=head)
+    gathering.finish()
+    assert split is not None and inputs is not None
     require_parts(inputs.rewards, (record.data_source for record in split.prompts))
     rows = tokenise(inputs, split.train)
     held_out = _held_out(config, tokenise(inputs, split.test)) if split.test else ()

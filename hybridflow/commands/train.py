@@ -13,6 +13,7 @@ from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.row_source import RowLoader
 from hybridflow.data.sft import SftExample
 from hybridflow.data.train_source import data_metrics
+from hybridflow.gathering import Gathering
 from hybridflow.parallel.world import World
 from hybridflow.trainer.activations import activation_line
 from hybridflow.trainer.evaluate import answer_lines
@@ -33,8 +34,10 @@ from hybridflow.trainer.run import Run, RunParts
 def prepare(config: Config) -> Job:
     """Read everything that the config names; the job then trains, evaluates and exports, on all launched ranks."""
     config = with_recipe(config)
-    records = read_records(config)
-    inputs = Inputs.read(config)
+    gathering = Gathering()
+    records, inputs = gathering.read(read_records, config), gathering.read(Inputs.read, config)
+    gathering.finish()
+    assert records is not None and inputs is not None
     require_parts(inputs.rewards, (record.data_source for record in (*records.train, *records.test)),
                   all_known=not config.data.streaming)
     loader = training_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)

@@ -19,6 +19,7 @@ from math import ceil
 from typing import Any
 
 from hybridflow.data.records import DataSplit, PromptRecord
+from hybridflow.gathering import Gathering
 
 # One prompt text in this many is held out.
 HELD_OUT_ONE_IN = 8
@@ -63,8 +64,7 @@ def build_reasoning_mix(
     take, or a task with too few distinct items for its share.
     """
     _check_mix((*tasks, *test_tasks), size, test_size)
-    for task in (*tasks, *test_tasks):
-        _check_task(task)  # before the first, perhaps slow, task is drawn
+    _check_tasks((*tasks, *test_tasks))  # before the first, perhaps slow, task is drawn
     shares = list(zip(tasks, _apportion(tasks, size), [0] * len(tasks) if test_tasks else _apportion(tasks, test_size)))
     shares += [(task, 0, count) for task, count in zip(test_tasks, _apportion(test_tasks, test_size))]
     return _drawn(shares, seed, template)
@@ -92,8 +92,7 @@ def build_reasoning_tests(tasks: tuple[TaskSpec, ...], size: int, seed: int, tem
                           ) -> tuple[PromptRecord, ...]:
     """`size` different held-out records of `tasks`, by weight. Raises ValueError as `build_reasoning_mix`."""
     _check_mix(tasks, 1, size)
-    for task in tasks:
-        _check_task(task)
+    _check_tasks(tasks)
     shares = [(task, 0, count) for task, count in zip(tasks, _apportion(tasks, size))]
     return _drawn(shares, seed, template).test
 
@@ -168,6 +167,14 @@ def _create_dataset(task: TaskSpec, size: int, seed: int) -> Any:
         raise ValueError(
             f"task {task.name!r} does not take config {task.config}: {error}; its settings are {known}"
         ) from error
+
+
+def _check_tasks(tasks: tuple[TaskSpec, ...]) -> None:
+    """All that is wrong with any of them in one error."""
+    gathering = Gathering()
+    for task in tasks:
+        gathering.read(_check_task, task)
+    gathering.finish()
 
 
 def _check_task(task: TaskSpec) -> None:

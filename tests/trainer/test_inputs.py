@@ -13,7 +13,8 @@ from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.weights import canonical_shapes
 from hybridflow.response_text import ResponseEnds
 from hybridflow.trainer import inputs
-from hybridflow.trainer.inputs import require_cache, require_invariance, require_vllm, require_weights, response_ends
+from hybridflow.trainer.inputs import require_cache, require_invariance, require_vllm, response_ends
+from hybridflow.trainer.model_folders import require_weights
 from tests.config.builders import config
 
 SHAPE = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
