@@ -174,13 +174,17 @@ def idle_keys(config: Config, command: Command = Command.TRAIN) -> Iterator[Faul
 
 
 def faults_of(table: tuple[Idle, ...], config: Config) -> Iterator[Fault]:
-    """A fault for each key of a table of rules that is set and does nothing; of a block, for each key in it."""
-    default = Config()
+    """A fault for each key of a table of rules that is set and does nothing, each once; of a block, for each key in
+    it.
+    """
+    default, seen = Config(), set[str]()
     for idle in table:
         if idle.when(config):
             for name in idle.keys:
                 for key, value in _set_keys(name, value_at(config, name), value_at(default, name)):
-                    yield Fault(key, value, idle.because, idle.choice)
+                    if key not in seen:
+                        yield Fault(key, value, idle.because, idle.choice)
+                    seen.add(key)
 
 
 def _set_keys(key: str, value: object, default: object) -> Iterator[tuple[str, object]]:
