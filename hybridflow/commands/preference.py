@@ -22,14 +22,16 @@ from hybridflow.trainer.rewards.inputs import require_parts
 
 Tokenise = Callable[[Inputs, Sequence[TextRow]], ExampleRows]
 MakeTrainer = Callable[[Inputs, World, Sequence[Any], ExampleRows], PreferenceTrainer]
+Require = Callable[[Config, Any], None]
 
 
 def prepare_preference(config: Config, command: Command, title: str, tokenise: Tokenise,
-                       make_trainer: MakeTrainer) -> Job:
+                       make_trainer: MakeTrainer, require: Require = lambda config, rows: None) -> Job:
     """Read everything that the config names; the job then trains, evaluates and exports, on all launched ranks.
 
     Args:
         make_trainer: from inputs, world, the first evaluation.prompts held-out rows, and all training rows.
+        require: raises ValueError where the training rows are not what the command learns from.
     """
     head = Head.SCORE if command is Command.REWARD_MODEL else Head.LANGUAGE_MODEL
     answers, gathering = answers_held_out(config, command), Gathering()
@@ -39,6 +41,7 @@ def prepare_preference(config: Config, command: Command, title: str, tokenise: T
     assert split is not None and inputs is not None
     require_parts(inputs.rewards, (record.data_source for record in split.prompts))
     rows = tokenise(inputs, split.train)
+    require(config, rows)
     held_out = _held_out(config, tokenise(inputs, split.test)) if split.test else ()
     loader = PreferenceLoader(rows, config.train.global_batch_size, config.train.seed, config.data.shuffle)
     return partial(run_course, Course(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridflow.config.command import Command
-from hybridflow.config.data_schema import trains_on_files
+from hybridflow.config.data_schema import MixtureConfig, trains_on_files
 from hybridflow.config.faults import Fault
 from hybridflow.config.layouts import Role, layout_key, ranks_of_replica, written_layout
 from hybridflow.config.reward_rules import scored_on_a_mesh
@@ -44,10 +44,16 @@ def _tasks(config: Config, command: Command) -> Iterator[Fault]:
     if asked and data.test_size == 0:
         yield Fault("data.test_size", 0, "there are no held-out prompts to answer", "choose 1 or more" if
                     command.asks_held_out else "choose 1 or more, or evaluation.every_steps null")
-    elif config.evaluation.every_steps is not None and config.evaluation.prompts > data.test_size:
-        yield Fault("evaluation.prompts", config.evaluation.prompts,
-                    f"only data.test_size {data.test_size} prompts are held out",
-                    f"choose {data.test_size} or less")
+    else:
+        yield from _enough_tests(config)
+
+
+def _enough_tests(config: Config) -> Iterator[Fault]:
+    """Where held-out prompts are of tasks alone."""
+    evaluation, test_size = config.evaluation, config.data.test_size
+    if evaluation.every_steps is not None and evaluation.prompts > test_size:
+        yield Fault("evaluation.prompts", evaluation.prompts, f"only data.test_size {test_size} prompts are held out",
+                    f"choose {test_size} or less")
 
 
 def _mixture(config: Config, command: Command) -> Iterator[Fault]:
@@ -61,12 +67,13 @@ def _mixture(config: Config, command: Command) -> Iterator[Fault]:
         if bool(source.files) == (source.task is not None):
             yield Fault(key, "{...}", "names files and a task" if source.files else "names neither files nor a task",
                         "give one of the two; another source may have the other")
-        if source.size < 1:
+        if source.task is not None and source.size < 1:
             yield Fault(f"{key}.size", source.size, "must be at least 1", "choose 1 or more")
-        idle = {"config": source.config, "template": source.template} if source.task is None else {}
-        for name, value in idle.items():
-            if value:
+        for name in ("config", "template", "size") if source.task is None else ():
+            if (value := vars(source)[name]) != vars(MixtureConfig())[name]:
                 yield Fault(f"{key}.{name}", value, "has no effect without a task", "remove it")
+    if data.test_tasks and not data.test_files:
+        yield from _enough_tests(config)
     if command.asks_held_out and not data.test_files and not data.test_tasks:
         yield Fault("data.test_files", [], "there are no held-out prompts to answer", "name a file, or data.test_tasks")
     if trains_on_files(data):

@@ -14,9 +14,11 @@ import torch
 from hybridflow.algorithms.advantages import Estimator
 from hybridflow.algorithms.functions import find_estimator, find_policy_loss
 from hybridflow.algorithms.policy import PolicyLoss
+from hybridflow.config.algorithm_schema import AlgorithmConfig
 from hybridflow.config.recipe import with_recipe
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
+from hybridflow.config.tools_schema import ToolsConfig
 from hybridflow.config.words import EngineName, OnToolError
 from hybridflow.data.chat import ChatFormat
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
@@ -86,10 +88,7 @@ class Inputs:
         size = None if model is None else model.vocab_size
         estimator = policy_loss = rewards = costs = turns = ends = None
         if scores:
-            algorithm = with_recipe(config).algorithm
-            assert algorithm.advantage is not None and algorithm.policy_loss is not None
-            estimator = gathering.read(find_estimator, algorithm.advantage)
-            policy_loss = gathering.read(find_policy_loss, algorithm.policy_loss)
+            estimator, policy_loss = _algorithm_functions(with_recipe(config).algorithm, gathering)
             for role in ("critic", "cost_critic"):
                 gathering.read(_require_critic, f"model.{role}.path", vars(config.model)[role].path, size)
             rewards = gathering.read(read_rewards, config, opened, size)
@@ -216,11 +215,30 @@ def _actor_shape(config: Config, tokenizer: Tokenizer | None, head: Head) -> Mod
     return None if path is None and tokenizer is None else model_shape(config, path, tokenizer)
 
 
+def _algorithm_functions(algorithm: AlgorithmConfig, gathering: Gathering
+                         ) -> tuple[Estimator | None, PolicyLoss | None]:
+    """Of an algorithm with nothing left open."""
+    assert algorithm.advantage is not None and algorithm.policy_loss is not None
+    return (gathering.read(find_estimator, algorithm.advantage),
+            gathering.read(find_policy_loss, algorithm.policy_loss))
+
+
 def _require_critic(key: str, path: str | None, size: int | None) -> None:
     """Of an actor with `size` ids, None where that is not known."""
     require_weights(key, path, Head.VALUE)
     if size is not None:
         require_vocabulary(key, path, size)
+
+
+def _observation_form(tools: ToolsConfig, tokenizer: Tokenizer) -> ObservationForm:
+    """
+    Raises:
+        ValueError: a role is named, and there are no turns for it to have.
+    """
+    if tools.role != ToolsConfig().role and tokenizer.turn_between(tools.role) is None:
+        raise ValueError(f"tools.role = {tools.role}: has no effect with a tokenizer without a chat template; remove "
+                         "it, or name a template in data.chat_template")
+    return ObservationForm.of(tokenizer, tools.wrapper, tools.role, limit=tools.max_observation_tokens)
 
 
 def _turn_loop(config: Config, tokenizer: Tokenizer | None) -> TurnLoop | None:
@@ -232,8 +250,7 @@ def _turn_loop(config: Config, tokenizer: Tokenizer | None) -> TurnLoop | None:
     toolbox = gathering.read(ToolBox, tools.file, tools.call, timeout_s=tools.timeout_s)
     form = None
     if tokenizer is not None:
-        form = gathering.read(ObservationForm.of, tokenizer, tools.wrapper, tools.role,
-                              limit=tools.max_observation_tokens)
+        form = gathering.read(_observation_form, tools, tokenizer)
     gathering.finish()
     if tokenizer is None or toolbox is None or form is None:
         return None

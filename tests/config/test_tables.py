@@ -86,6 +86,7 @@ SET = {
     "data.streaming": "data.streaming=true",
     "data.shuffle_buffer": "data.shuffle_buffer=5",
     "evaluation.samples_per_prompt": "evaluation={every_steps: null, samples_per_prompt: 4, temperature: 1.0}",
+    "evaluation": "evaluation.prompts=5",
     "evaluation.temperature": "evaluation.temperature=0.5", "evaluation.save_answers": "evaluation.save_answers=true",
     "evaluation.top_k": "evaluation.top_k=5", "evaluation.top_p": "evaluation.top_p=0.5",
     "evaluation.min_p": "evaluation.min_p=0.5",
@@ -104,7 +105,7 @@ CONDITIONS = [
     ["data.source=mixture", "data.mixture=[{task: chain_sum}]"],
     ["data.source=mixture", "data.mixture=[{task: chain_sum}]"],
     ["data.source=mixture", "data.mixture=[{files: [a]}]", "reward.function=a.py:f"], [], [], [],
-    ["evaluation.every_steps=null"], [],
+    ["evaluation.every_steps=null"], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"], [],
     [], [], ["train.micro_batch_tokens=512"], ["train.micro_batch_tokens=512"],
     ["train.forward_micro_batch_tokens=512"], [], [],
 ]

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.config.data_schema import task_names
+from hybridflow.config.model_schema import RewardModelConfig
 from hybridflow.config.reward_rules import is_decoder_folder
-from hybridflow.config.reward_schema import OnFault, OnFaultConfig
+from hybridflow.config.reward_schema import OnFault, OnFaultConfig, RewardPartConfig
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import has_tokenizer
 from hybridflow.config.words import FaultAction, GymScoring
@@ -20,7 +21,7 @@ from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.data.tokenizer_match import same_tokenizer
 from hybridflow.gathering import Gathering
 from hybridflow.models.config import Head, ModelConfig
-from hybridflow.models.text_classifier import require_classifier
+from hybridflow.models.text_classifier import pads_rows, require_classifier
 from hybridflow.rewards.function import ReasoningScoring, RewardFunction
 from hybridflow.rewards.policy import Consequence, FaultPolicy
 from hybridflow.rewards.records import FaultKind
@@ -62,16 +63,34 @@ def read_rewards(config: Config, tokenizer: Tokenizer | None, vocab_size: int | 
     Raises:
         ValueError: functions, models' folders or their tokenizers that are not as they must be, all of them.
     """
-    reward, gathering = config.reward, Gathering()
-    if reward.mixture:
-        parts = [gathering.read(_part, config, place, tokenizer, vocab_size) for place in range(len(reward.mixture))]
-        gathering.finish()
-        return tuple(part for part in parts if part is not None)
-    policy, path = fault_policy(reward.on_fault), config.model.reward_model.path
-    if path is not None:
-        return (RewardInput(_model(config, "model.reward_model.path", path, tokenizer, vocab_size), policy),)
-    scoring = reward.reasoning_gym if reward.function is None else None
-    return (RewardInput(_function(config, "reward.function", reward.function, scoring), policy),)
+    gathering = Gathering()
+    if config.reward.mixture:
+        read = [gathering.read(_part, config, f"reward.mixture[{place}]", part, tokenizer, vocab_size)
+                for place, part in enumerate(config.reward.mixture)]
+    else:
+        read = [gathering.read(_whole, config, tokenizer, vocab_size)]
+    parts = tuple(part for part in read if part is not None)
+    if len(parts) == len(read):
+        gathering.read(_require_effect, config, [part.scorer for part in parts])
+    gathering.finish()
+    return parts
+
+
+def _require_effect(config: Config, scorers: Sequence[RewardFunction | RewardDecoder | RewardClassifier]) -> None:
+    """
+    Raises:
+        ValueError: a key is set that none of these scorers has a use for, as only they could tell.
+    """
+    workers, at_once = config.reward.workers, config.model.reward_model.micro_batch_size
+    functions = [scorer for scorer in scorers if isinstance(scorer, RewardFunction)]
+    if workers is not None and functions and all(function.batched for function in functions):
+        raise ValueError(f"reward.workers = {workers}: has no effect with a function that takes lists, which is called "
+                         "once for all rows; remove it, or let the function take one row")
+    texts = [scorer.path for scorer in scorers if isinstance(scorer, RewardClassifier)]
+    if at_once != RewardModelConfig().micro_batch_size and texts and not any(map(pads_rows, texts)):
+        raise ValueError(f"model.reward_model.micro_batch_size = {at_once}: has no effect with {texts[0]}, whose "
+                         "tokenizer has no padding token of its own that the model knows, so that rows are run one by "
+                         "one; remove it")
 
 
 def read_costs(config: Config, tokenizer: Tokenizer | None, vocab_size: int | None
@@ -83,8 +102,19 @@ def read_costs(config: Config, tokenizer: Tokenizer | None, vocab_size: int | No
     return None if cost.function is None else _loaded("cost.function", cost.function, timeout_s=cost.timeout_s)
 
 
-def _part(config: Config, place: int, tokenizer: Tokenizer | None, vocab_size: int | None) -> RewardInput:
-    part, key = config.reward.mixture[place], f"reward.mixture[{place}]"
+def _whole(config: Config, tokenizer: Tokenizer | None, vocab_size: int | None) -> RewardInput:
+    """The only scorer."""
+    reward, path = config.reward, config.model.reward_model.path
+    if path is not None:
+        scorer = _model(config, "model.reward_model.path", path, tokenizer, vocab_size)
+    else:
+        scorer = _function(config, "reward.function", reward.function,
+                           reward.reasoning_gym if reward.function is None else None)
+    return RewardInput(scorer, fault_policy(reward.on_fault))
+
+
+def _part(config: Config, key: str, part: RewardPartConfig, tokenizer: Tokenizer | None,
+          vocab_size: int | None) -> RewardInput:
     if part.model is not None:
         scorer = _model(config, f"{key}.model", part.model, tokenizer, vocab_size)
     else:
