@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridflow.config.bounds import MOST_MADE
 from hybridflow.config.command import Command
 from hybridflow.config.data_schema import MixtureConfig, trains_on_files
 from hybridflow.config.faults import Fault
@@ -67,8 +68,8 @@ def _mixture(config: Config, command: Command) -> Iterator[Fault]:
         if bool(source.files) == (source.task is not None):
             yield Fault(key, "{...}", "names files and a task" if source.files else "names neither files nor a task",
                         "give one of the two; another source may have the other")
-        if source.task is not None and source.size < 1:
-            yield Fault(f"{key}.size", source.size, "must be at least 1", "choose 1 or more")
+        if source.task is not None and not 1 <= source.size <= MOST_MADE:
+            yield Fault(f"{key}.size", source.size, f"must lie in [1, {MOST_MADE}]", "choose e.g. 4096")
         for name in ("config", "template", "size") if source.task is None else ():
             if (value := vars(source)[name]) != vars(MixtureConfig())[name]:
                 yield Fault(f"{key}.{name}", value, "has no effect without a task", "remove it")

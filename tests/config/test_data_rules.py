@@ -19,6 +19,7 @@ MIXED = ["data.source=mixture", "reward.function=a.py:f"]
     ("[{task: gcd, weight: 1e308}]", "data.mixture[0].weight"),
     ("[{task: gcd, weight: 1e-320}]", "data.mixture[0].weight"),
     ("[{task: gcd, size: 0}]", "data.mixture[0].size"),
+    ("[{task: gcd, size: 4000000000}]", "data.mixture[0].size"),
     ("[{files: [a], template: x}]", "data.mixture[0].template"),
     ("[{files: [a], size: 5}]", "data.mixture[0].size"),
     ("[{files: [a], config: {x: 1}}]", "data.mixture[0].config"),
