@@ -124,11 +124,12 @@ class _TaskSource:
             if not missing_train and not missing_test:
                 return DataSplit(tuple(train[:num_train]), tuple(test[:num_test]))
             if self.num_rounds == DRAW_ROUNDS:
-                raise ValueError(
-                    f"task {self.task.name!r}: {len(self.drawn)} draws gave {len(train)} of the {num_train} training "
-                    f"records and {len(test)} of the {num_test} distinct test records that are its share (one text in "
-                    f"{HELD_OUT_ONE_IN} is held out); lower data.test_size or make the task's config wider"
-                )
+                raise ValueError(f"task {self.task.name!r}: " + "; ".join(filter(None, (
+                    missing_train and f"its share of data.size is {num_train} training prompts, and {len(self.drawn)} "
+                    f"draws gave only {len(train)}",
+                    missing_test and f"its share of data.test_size is {num_test} different held-out prompts, and "
+                    f"{len(self.drawn)} draws gave only {len(test)} (one text in {HELD_OUT_ONE_IN} is held out)",
+                    f"lower data.{'test_size' if missing_test else 'size'}, or make the task's config wider"))))
             # A little more than what is missing on average; later rounds also repeat what was drawn before.
             self._draw(2 * missing_train if self.num_rounds else ceil(1.2 * missing_train), missing_test)
 
