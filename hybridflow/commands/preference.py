@@ -47,7 +47,7 @@ def prepare_preference(config: Config, command: Command, title: str, tokenise: T
     return partial(run_course, Course(
         command, title, inputs, config.preference.steps, preference_fingerprint((*split.train, *split.test)), loader,
         lambda inputs, world: make_trainer(inputs, world, held_out, rows),
-        held_out=held_out_prompts(inputs, split) if answers else ()))
+        held_out=held_out_prompts(inputs, split) if answers else (), note=split.sentence()))
 
 
 def _held_out(config: Config, rows: ExampleRows) -> tuple[Any, ...]:

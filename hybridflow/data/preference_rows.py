@@ -30,22 +30,23 @@ KEYS = ("prompt", "chosen", "rejected", "completion", "label", "data_source")
 
 
 def read_preference_files(paths: Sequence[str], file_format: FileFormat,
-                          margin_key: str | None = None) -> tuple[TextRow, ...]:
-    """The rows of `paths`, in order; rows are counted from 1 within each file (for JSONL: the line number).
-
-    Pairs whose two answers are the same say nothing and are left out.
+                          margin_key: str | None = None) -> tuple[tuple[TextRow, ...], int]:
+    """The rows of `paths`, in order; rows are counted from 1 within each file (for JSONL: the line number). And the
+    number of pairs whose two answers are the same: these say nothing and are left out.
 
     Raises ValueError naming file, row and key for the first bad row, and FileNotFoundError for a missing file.
     """
     rows: list[TextRow] = []
+    num_equal = 0
     for path in paths:
-        before = len(rows)
-        found = (parse_preference(row, f"{path} row {number}", margin_key)
-                 for number, row in _rows(Path(path), file_format, margin_key))
-        rows += [row for row in found if row is not None]
-        if len(rows) == before:
+        found = [parse_preference(row, f"{path} row {number}", margin_key)
+                 for number, row in _rows(Path(path), file_format, margin_key)]
+        telling = [row for row in found if row is not None]
+        if not telling:
             raise ValueError(f"{path}: has no rows with a preference")
-    return tuple(rows)
+        num_equal += len(found) - len(telling)
+        rows += telling
+    return tuple(rows), num_equal
 
 
 def _rows(path: Path, file_format: FileFormat, margin_key: str | None) -> Iterator[tuple[int, Any]]:

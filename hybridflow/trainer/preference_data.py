@@ -42,10 +42,10 @@ def read_preferences(config: Config) -> PreferenceSplit:
         train, test = (preference_pairs(part, wrong, config.train.seed) for part in (records.train, records.test))
         return PreferenceSplit(train, test, records.test)
     file_format = FileFormat(data.source.value)
-    train, test = (read_preference_files(files, file_format, preference.margin_key)
-                   for files in (data.train_files, data.test_files))
+    (train, num_equal), (test, _) = (read_preference_files(files, file_format, preference.margin_key)
+                                     for files in (data.train_files, data.test_files))
     _require_apart(train, test)
-    return PreferenceSplit(train, test, held_out_records(test))
+    return PreferenceSplit(train, test, held_out_records(test), num_equal)
 
 
 def require_pairs(rows: Sequence[TextRow]) -> tuple[TextPreference, ...]:

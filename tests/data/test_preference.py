@@ -104,6 +104,8 @@ def test_files_of_both_formats_give_the_same_rows_and_equal_answers_are_left_out
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     found = [read_preference_files([str(tmp_path / f"a.{kind.value}")], kind, "gap") for kind in FileFormat]
+    assert [num_equal for _, num_equal in found] == [1, 1]
+    found = [rows for rows, _ in found]
     for rows in found:
         assert [(row.prompt, row.chosen, row.rejected, row.margin) for row in rows] == [
             ("2+3", "5", "6", 1.5), ("1+3", "4", "", 0.5)]
