@@ -61,12 +61,11 @@ def _run(inputs: Inputs, records: RunData, loader: RowLoader[TokenisedPrompt], h
         require_same_data(world, records)
         title = f"{config.algorithm.name.value}, world size {world.size}"
         whole = Run(config, world, title, config.train.total_steps)
-        whole.view.say(algorithm_line(config))
-        whole.view.say(trainer.batch_line())
-        whole.view.say(layout_table(config, world.size))
-        whole.view.say(activation_line(config, world.size, trainer.model))
-        if (sentence := loader.counts.sentence(loader.num_rows, "prompts")) is not None:
-            whole.view.say(sentence)
+        for sentence in (algorithm_line(config), *trainer.batch_lines(), layout_table(config, world.size),
+                         activation_line(config, world.size, trainer.model),
+                         loader.counts.sentence(loader.num_rows, "prompts")):
+            if sentence is not None:
+                whole.view.say(sentence)
         evaluator = None if config.evaluation.every_steps is None else trainer.evaluator(held_out)
         for _ in range(trainer.steps_ahead):
             trainer.start(next(loader))
