@@ -19,6 +19,7 @@ from typing import Any
 from hybridflow.algorithms.advantages import Estimator
 from hybridflow.algorithms.policy import PolicyLoss
 from hybridflow.algorithms.registry import ADVANTAGES, POLICY_LOSSES, AdvantageEntry, PolicyLossEntry
+from hybridflow.algorithms.trial import try_estimator, try_loss
 from hybridflow.algorithms.users_own import UsersEstimator, UsersLoss
 
 ESTIMATOR_ARGUMENTS = ("rewarded", "options")
@@ -30,12 +31,15 @@ def find_estimator(spec: str) -> Estimator:
 
     Raises:
         ValueError: `spec` is neither in the table nor file.py:function; or the file is missing or does not import, or
-            the function is missing (with the nearest name) or takes other arguments.
+            the function is missing (with the nearest name), takes other arguments, or returns on an example what it
+            must not.
     """
     if spec in ADVANTAGES:
         return _ours(ADVANTAGES[spec])
     key = "algorithm.advantage"
-    return UsersEstimator(f"{key} = {spec}", _users(key, spec, ADVANTAGES, ESTIMATOR_ARGUMENTS))
+    estimator = UsersEstimator(f"{key} = {spec}", _users(key, spec, ADVANTAGES, ESTIMATOR_ARGUMENTS))
+    try_estimator(estimator)
+    return estimator
 
 
 def find_policy_loss(spec: str) -> PolicyLoss:
@@ -43,7 +47,9 @@ def find_policy_loss(spec: str) -> PolicyLoss:
     if spec in POLICY_LOSSES:
         return _ours(POLICY_LOSSES[spec])
     key = "algorithm.policy_loss"
-    return UsersLoss(f"{key} = {spec}", _users(key, spec, POLICY_LOSSES, LOSS_ARGUMENTS))
+    loss = UsersLoss(f"{key} = {spec}", _users(key, spec, POLICY_LOSSES, LOSS_ARGUMENTS))
+    try_loss(loss)
+    return loss
 
 
 def _ours(entry: AdvantageEntry | PolicyLossEntry) -> Callable[..., Any]:

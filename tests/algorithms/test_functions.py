@@ -143,6 +143,25 @@ def test_what_a_users_loss_returns_is_looked_at(name, told):
         learned(WRONG_LOSSES[name], [-1.0, -2.0])
 
 
+def test_what_is_wrong_with_a_return_is_told_before_a_run(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("import torch\nfrom hybridflow.algorithms.advantages import Estimate\n"
+                   "def nan(rewarded, options):\n    return Estimate(rewarded.token_rewards * torch.nan)\n"
+                   "def detached(log_probs, columns, rows, clip):\n    return log_probs.detach().sum(), {}\n"
+                   "def picky(log_probs, columns, rows, clip):\n    raise ValueError(columns.versions.shape)\n")
+    with pytest.raises(ValueError, match=f"algorithm.advantage = {own}:nan: returned advantages that are not finite"):
+        find_estimator(f"{own}:nan")
+    with pytest.raises(ValueError, match=f"algorithm.policy_loss = {own}:detached: returned a loss without a gradient"):
+        find_policy_loss(f"{own}:detached")
+    assert find_policy_loss(f"{own}:picky").name.endswith(":picky")  # a run may have what it wants
+
+
+def test_a_critic_that_has_diverged_is_not_the_estimators_fault():
+    passed_on = UsersEstimator("mine", lambda rewarded, options: Estimate(rewarded.values, rewarded.values))
+    with pytest.raises(ValueError, match="since the critic's values are not"):
+        estimated(passed_on, replace(REWARDED, values=REWARDED.mask * torch.nan), AdvantageOptions(), whitened=False)
+
+
 def test_a_model_that_has_diverged_is_not_the_losss_fault():
     """Such a step is skipped and counted, as with a loss of ours."""
     assert learned(WRONG_LOSSES["not_finite"], [torch.nan, -2.0]).isnan().any()
