@@ -38,11 +38,14 @@ def prepare(config: Config) -> Job:
     records, inputs = gathering.read(read_records, config), gathering.read(Inputs.read, config)
     gathering.finish()
     assert records is not None and inputs is not None
-    require_parts(inputs.rewards, (record.data_source for record in (*records.train, *records.test)),
-                  all_known=not config.data.streaming)
-    loader = training_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
-    held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
-    return partial(_run, inputs, records, loader, held_out, _pretraining(config, records, inputs))
+    sources = (record.data_source for record in (*records.train, *records.test))
+    gathering.read(require_parts, inputs.rewards, sources, all_known=not config.data.streaming)
+    loader = gathering.read(training_prompts, config, records, inputs.tokenizer, inputs.model.vocab_size)
+    held_out = gathering.read(held_out_prompts, config, records, inputs.tokenizer, inputs.model.vocab_size)
+    pretraining = gathering.read(_pretraining, config, records, inputs)
+    gathering.finish()
+    assert loader is not None and held_out is not None
+    return partial(_run, inputs, records, loader, held_out, pretraining)
 
 
 def _pretraining(config: Config, records: RunData, inputs: Inputs) -> RowLoader[SftExample] | None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.commands import train
+from hybridflow.commands import generate, train
 from hybridflow.data.reasoning import TaskSpec, build_reasoning_mix
 from hybridflow.gathering import Gathering, InputFaults
 from tests.trainer.runs import make_tokenizer, tiny_config
@@ -58,6 +58,27 @@ def test_a_run_tells_all_that_is_wrong_with_what_it_reads(tmp_path: Path):
               "reward.mixture[2].model = ", "tools.file = ", "generation.stop 999"]
     assert len(faults) == len(starts), faults
     assert all(fault.startswith(start) for fault, start in zip(faults, starts)), faults
+
+
+def test_generate_tells_all_that_is_wrong_too(tmp_path: Path):
+    (tmp_path / "tokenizer.model").write_text("no model")
+    config = tiny_config(tmp_path / "tokenizer.model", tmp_path, ("data.tasks=[{name: chain_sums}]",))
+    starts = [f"--out {tmp_path}: is a folder", "unknown reasoning-gym task 'chain_sums'", f"{tmp_path}"]
+    faults = told(lambda: generate.prepare(config, out=tmp_path))
+    assert len(faults) == 3 and all(fault.startswith(start) for fault, start in zip(faults, starts)), faults
+
+
+def test_rows_are_held_against_the_rest_in_one_error(tmp_path: Path):
+    config = tiny_config(make_tokenizer(tmp_path), tmp_path, (
+        "reward.function=null", f"reward.mixture=[{{name: a, function: '{__file__}:score', data_sources: [sums]}}]",
+        "data.max_prompt_length=2"))
+    faults = told(lambda: train.prepare(config))
+    assert faults[0].startswith("reward.mixture: 'sums': no row has that data source") and len(faults) == 3
+    assert all("more than data.max_prompt_length = 2" in fault for fault in faults[1:])
+
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
 
 
 def test_without_a_tokenizer_the_rest_is_told_all_the_same(tmp_path: Path):
