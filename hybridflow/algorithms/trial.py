@@ -28,13 +28,25 @@ def try_estimator(estimator: UsersEstimator) -> None:
 
 
 def try_loss(loss: UsersLoss) -> None:
-    """Two rows of three and two targets, after an update. Raises ValueError as `loss`."""
+    """Two rows of three and two targets, after an update; and none, as ranks without the head ask for the names of the
+    sums. Raises ValueError as `loss`, or where these names are others.
+    """
     old = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0])
     log_probs = (old + torch.tensor([0.1, -0.1, 0.0, 0.05, -0.3])).requires_grad_()
     columns = TokenColumns(weight=torch.full((5,), 0.2), loss_mask=torch.ones(5), rollout_log_probs=old,
                            old_log_probs=old, ref_log_probs=old - 0.1,
                            advantages=torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5]))
-    _judged(lambda: loss(log_probs, columns, TargetRows.of([3, 2]), Clip())[0].backward())
+
+    def tried() -> None:
+        term, sums = loss(log_probs, columns, TargetRows.of([3, 2]), Clip())
+        term.backward()
+        nothing = torch.zeros(0, dtype=torch.int64)
+        _, of_none = loss(torch.zeros(0), columns.select(nothing), TargetRows(nothing, 0), Clip())
+        if sums.keys() != of_none.keys():
+            raise WrongReturn(f"{loss.name}: returned the sums {', '.join(sums) or 'none'} of some tokens and "
+                              f"{', '.join(of_none) or 'none'} of no tokens; give the same names always")
+
+    _judged(tried)
 
 
 def _judged(call: Callable[[], Any]) -> None:

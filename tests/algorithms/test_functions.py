@@ -148,11 +148,15 @@ def test_what_is_wrong_with_a_return_is_told_before_a_run(tmp_path):
     own.write_text("import torch\nfrom hybridflow.algorithms.advantages import Estimate\n"
                    "def nan(rewarded, options):\n    return Estimate(rewarded.token_rewards * torch.nan)\n"
                    "def detached(log_probs, columns, rows, clip):\n    return log_probs.detach().sum(), {}\n"
+                   "def fickle(log_probs, columns, rows, clip):\n"
+                   "    return log_probs.sum(), {'a': torch.ones(())} if len(log_probs) else {}\n"
                    "def picky(log_probs, columns, rows, clip):\n    raise ValueError(columns.versions.shape)\n")
     with pytest.raises(ValueError, match=f"algorithm.advantage = {own}:nan: returned advantages that are not finite"):
         find_estimator(f"{own}:nan")
     with pytest.raises(ValueError, match=f"algorithm.policy_loss = {own}:detached: returned a loss without a gradient"):
         find_policy_loss(f"{own}:detached")
+    with pytest.raises(ValueError, match=f"{own}:fickle: returned the sums a of some tokens and none of no tokens"):
+        find_policy_loss(f"{own}:fickle")
     assert find_policy_loss(f"{own}:picky").name.endswith(":picky")  # a run may have what it wants
 
 
