@@ -41,7 +41,7 @@ BOUNDS = (
          "data.prompts_per_step", "data.max_prompt_length", "data.shuffle_buffer", "evaluation.every_steps",
          "evaluation.prompts", "checkpoint.export_every_steps", "sft.steps", "logging.trace_step", "preference.steps",
          "reward.memory_mb", "tools.max_observation_tokens", "model.reward_model.micro_batch_size"),
-        lambda n: 1 <= n <= 1e9, "must lie in [1, 1e9]", "choose 1 or more",
+        lambda n: 1 <= n <= 1e9, "must lie in [1, 1e9]", "choose 1 or more, and less than a billion",
     ),
     # Processes of one rank; and prompts that are made and held in memory before the first step.
     Bound(("reward.workers",), lambda n: 1 <= n <= 1024, "must lie in [1, 1024]", "choose e.g. 4, or null"),
