@@ -109,12 +109,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _done(job: Job, rank: int) -> int:
     """Run a job. A reward that ends it does so on every rank at once; rank 0 says why, and the others wait so as not to
-    end it first.
+    end it first. What a user's loss must not return may be seen on some ranks only.
     """
-    from hybridflow.rewards.policy import RewardFailed  # its module brings torch, which config faults must not wait for
+    # Their modules bring torch, which config faults must not wait for.
+    from hybridflow.algorithms.users_own import WrongReturn
+    from hybridflow.rewards.policy import RewardFailed
 
     try:
         return job() or 0
+    except WrongReturn as error:
+        report(error, rank)
+        return EXIT_CONFIG
     except RewardFailed as error:
         if rank > 0:
             time.sleep(OTHERS_WAIT_S)

@@ -1,4 +1,4 @@
-"""One estimator run on a step's rewards: its result checked, measured and, where that is asked for, whitened."""
+"""One estimator run on a step's rewards: its result measured and, where that is asked for, whitened."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ def estimated(estimator: Estimator, rewarded: Rewarded, options: AdvantageOption
     """What `estimator` says, its advantages whitened over the whole batch where `whitened`. Collective.
 
     Raises:
-        ValueError: a user's estimator returned something else than an Estimate of these tokens, or what is not finite.
+        ValueError: as `estimator`, or the rewards are so large that its formula is not finite.
     """
     estimate = estimator(rewarded, options)
-    if not isinstance(estimate, Estimate):
-        raise ValueError(f"algorithm.advantage returned a {type(estimate).__name__}; it must return an Estimate, for "
-                         "example Estimate(advantages)")
-    if estimate.advantages.shape != rewarded.mask.shape:
-        raise ValueError(f"algorithm.advantage returned advantages of shape {tuple(estimate.advantages.shape)}; those "
-                         f"of these tokens have {tuple(rewarded.mask.shape)}")
-    if not estimate.advantages.isfinite().all():
-        raise ValueError("algorithm.advantage returned advantages that are not finite")
     advantages = estimate.advantages.to(rewarded.token_rewards.dtype)
+    if not advantages.isfinite().all():
+        raise ValueError(f"algorithm.advantage: advantages are not finite, {_reason(rewarded)}")
     mean, variance = mean_and_variance(rewarded.total(moment_sums(advantages, rewarded.mask)))
     if whitened:
         advantages = whiten(advantages, rewarded.mask, mean=mean, variance=variance)
     return Estimated(replace(estimate, advantages=advantages), mean, variance)
+
+
+def _reason(rewarded: Rewarded) -> str:
+    if rewarded.values is not None and not rewarded.values.isfinite().all():
+        return "since the critic's values are not: it has diverged; choose e.g. a lower train.critic_optimizer.lr"
+    largest = rewarded.row_rewards.nan_to_num(0.0).abs().max().item()
+    return f"and the largest reward is {largest:g}; scale the rewards to about 1"

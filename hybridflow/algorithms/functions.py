@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,34 +19,47 @@ from typing import Any
 from hybridflow.algorithms.advantages import Estimator
 from hybridflow.algorithms.policy import PolicyLoss
 from hybridflow.algorithms.registry import ADVANTAGES, POLICY_LOSSES, AdvantageEntry, PolicyLossEntry
+from hybridflow.algorithms.trial import try_estimator, try_loss
+from hybridflow.algorithms.users_own import UsersEstimator, UsersLoss
 
 ESTIMATOR_ARGUMENTS = ("rewarded", "options")
 LOSS_ARGUMENTS = ("log_probs", "columns", "rows", "clip")
 
 
 def find_estimator(spec: str) -> Estimator:
-    """The advantage estimator that algorithm.advantage names.
+    """The advantage estimator that algorithm.advantage names; what a user's returns is looked at.
 
     Raises:
         ValueError: `spec` is neither in the table nor file.py:function; or the file is missing or does not import, or
-            the function is missing (with the nearest name) or takes other arguments.
+            the function is missing (with the nearest name), takes other arguments, or returns on an example what it
+            must not.
     """
-    return _find("algorithm.advantage", spec, ADVANTAGES, ESTIMATOR_ARGUMENTS)
+    if spec in ADVANTAGES:
+        return _ours(ADVANTAGES[spec])
+    key = "algorithm.advantage"
+    estimator = UsersEstimator(f"{key} = {spec}", _users(key, spec, ADVANTAGES, ESTIMATOR_ARGUMENTS))
+    try_estimator(estimator)
+    return estimator
 
 
 def find_policy_loss(spec: str) -> PolicyLoss:
-    """The policy loss that algorithm.policy_loss names. Raises as `find_estimator`."""
-    return _find("algorithm.policy_loss", spec, POLICY_LOSSES, LOSS_ARGUMENTS)
+    """The policy loss that algorithm.policy_loss names, a user's likewise. Raises as `find_estimator`."""
+    if spec in POLICY_LOSSES:
+        return _ours(POLICY_LOSSES[spec])
+    key = "algorithm.policy_loss"
+    loss = UsersLoss(f"{key} = {spec}", _users(key, spec, POLICY_LOSSES, LOSS_ARGUMENTS))
+    try_loss(loss)
+    return loss
 
 
-def _find(key: str, spec: str, table: Mapping[str, AdvantageEntry] | Mapping[str, PolicyLossEntry],
-          arguments: tuple[str, ...]) -> Callable[..., Any]:
-    if spec in table:
-        entry = table[spec]
-        return vars(importlib.import_module(f"hybridflow.algorithms.{entry.module}"))[entry.function]
+def _ours(entry: AdvantageEntry | PolicyLossEntry) -> Callable[..., Any]:
+    return vars(importlib.import_module(f"hybridflow.algorithms.{entry.module}"))[entry.function]
+
+
+def _users(key: str, spec: str, names: Iterable[str], arguments: tuple[str, ...]) -> Callable[..., Any]:
     place, _, name = spec.rpartition(":")
     if not place.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{key} = {spec}: is neither file.py:function nor one of {', '.join(table)}")
+        raise ValueError(f"{key} = {spec}: is neither file.py:function nor one of {', '.join(names)}")
     function = _from_file(key, spec, Path(place), name)
     try:
         inspect.signature(function).bind(*arguments)

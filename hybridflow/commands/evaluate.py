@@ -19,6 +19,7 @@ from hybridflow.config.algorithm_schema import CostConfig
 from hybridflow.config.model_schema import ModelsConfig
 from hybridflow.config.schema import Config
 from hybridflow.data.loader import TokenisedPrompt
+from hybridflow.gathering import Gathering
 from hybridflow.generation.engines.interface import GenerationEngine
 from hybridflow.generation.records import SamplingParams
 from hybridflow.observe.jsonl import JsonlFile
@@ -59,8 +60,11 @@ class LoadedModel:
 
 def prepare(config: Config) -> Job:
     """Read everything that the config names; the job then asks and scores, on all launched ranks."""
-    records = read_records(config)
-    inputs = Inputs.read(_without_learners(config))
+    gathering = Gathering()
+    records = gathering.read(read_records, config)
+    inputs = gathering.read(Inputs.read, _without_learners(config))
+    gathering.finish()
+    assert records is not None and inputs is not None
     require_parts(inputs.rewards, (record.data_source for record in records.test))
     held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
     if not held_out:

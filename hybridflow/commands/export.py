@@ -21,7 +21,7 @@ from hybridflow.models.hf_export import export_hf, tokenizer_files
 from hybridflow.parallel.mesh import Mesh
 from hybridflow.parallel.world import World
 from hybridflow.trainer.engine_options import DTYPES, engine_options, grid_of
-from hybridflow.trainer.inputs import require_weights
+from hybridflow.trainer.model_folders import require_weights
 
 
 def prepare(config: Config) -> Job:

@@ -20,6 +20,7 @@ from hybridflow.config.schema import Config
 from hybridflow.data.prompt_lines import read_prompt_lines
 from hybridflow.data.records import prompt_text
 from hybridflow.exchange import share_json
+from hybridflow.gathering import Gathering
 from hybridflow.generation.interrupt import Interrupt
 from hybridflow.generation.records import Completion, FinishReason, Prompt
 from hybridflow.observe.trace import Trace
@@ -27,7 +28,7 @@ from hybridflow.parallel.world import World
 from hybridflow.response_text import answer_text
 from hybridflow.trainer.build import Builder
 from hybridflow.trainer.inputs import Inputs, require_cache
-from hybridflow.trainer.prompts import FILES_DIFFER, held_out_prompts, read_records, require_equal
+from hybridflow.trainer.prompts import FILES_DIFFER, RunData, held_out_prompts, read_records, require_equal
 from hybridflow.trainer.rollout import complete
 
 
@@ -70,19 +71,20 @@ def prepare(config: Config, prompts_file: Path | None = None, out: Path | None =
         prompts_file: of prompts as `prompt_lines` reads them; None asks evaluation.prompts held-out prompts.
         out: file of the answers; None is logging.dir/generations.jsonl.
     """
-    inputs = Inputs.read(config, scores=False)
-    path = Path(config.logging.dir) / "generations.jsonl" if out is None else out
-    if prompts_file is not None and path.resolve() == prompts_file.resolve():
-        raise ValueError(f"--out {path}: is the file of prompts, which would be lost; give another")
-    _require_place(path)
-    asked = _held_out(inputs) if prompts_file is None else _of_file(inputs, prompts_file)
+    path, gathering = Path(config.logging.dir) / "generations.jsonl" if out is None else out, Gathering()
+    gathering.read(_require_place, path, prompts_file)
+    records = gathering.read(read_records, config) if prompts_file is None else None
+    inputs = gathering.read(Inputs.read, config, scores=False)
+    gathering.finish()
+    assert inputs is not None
+    asked = _held_out(inputs, records) if records is not None else _of_file(inputs, prompts_file)
     require_cache(config, inputs.model, max(len(one.ids) for one in asked))
     own = prompts_file is not None
     return partial(_run, inputs, Task(asked, path, "text" if own else "response", aloud=not own))
 
 
-def _held_out(inputs: Inputs) -> list[Asked]:
-    prompts = held_out_prompts(inputs.config, read_records(inputs.config), inputs.tokenizer, inputs.model.vocab_size)
+def _held_out(inputs: Inputs, records: RunData) -> list[Asked]:
+    prompts = held_out_prompts(inputs.config, records, inputs.tokenizer, inputs.model.vocab_size)
     return [Asked(prompt.id, prompt.ids, {"row": row, "prompt": prompt_text(prompt.record.prompt)},
                   {"ground_truth": prompt.record.ground_truth}) for row, prompt in enumerate(prompts)]
 
@@ -94,11 +96,13 @@ def _of_file(inputs: Inputs, path: Path) -> list[Asked]:
             for line in read_prompt_lines(path, inputs.tokenizer, model.vocab_size, room)]
 
 
-def _require_place(path: Path) -> None:
+def _require_place(path: Path, prompts_file: Path | None) -> None:
     """
     Raises:
-        ValueError: a file cannot be written there.
+        ValueError: a file cannot be written there, or it is the file of prompts.
     """
+    if prompts_file is not None and path.resolve() == prompts_file.resolve():
+        raise ValueError(f"--out {path}: is the file of prompts, which would be lost; give another")
     if path.is_dir():
         raise ValueError(f"--out {path}: is a folder; give a file")
     there = path if path.exists() else next(folder for folder in path.absolute().parents if folder.exists())

@@ -36,6 +36,7 @@ class Course:
         held_out: prompts that are answered in evaluations, where `answers_held_out` says that they are.
         unit: what the rows of `batches` are called.
         before: what rank 0 does first.
+        note: a sentence on the data; None where there is nothing to say.
         stop_at_accuracy: see `RunParts`.
     """
 
@@ -49,6 +50,7 @@ class Course:
     held_out: tuple[TokenisedPrompt, ...] = ()
     unit: str = "rows"
     before: Callable[[], None] = lambda: None
+    note: str | None = None
     stop_at_accuracy: float | None = None
 
 
@@ -64,7 +66,7 @@ def run_course(course: Course) -> None:
             for sentence in (offline_line(config, world.size, course.command),
                              layout_table(config, world.size, course.command),
                              activation_line(config, world.size, trainer.model, command=course.command),
-                             course.batches.counts.sentence(course.batches.num_rows, course.unit)):
+                             course.batches.counts.sentence(course.batches.num_rows, course.unit), course.note):
                 if sentence is not None:
                     whole.view.say(sentence)
             prompts = course.held_out if answers_held_out(config, course.command) else ()

@@ -13,6 +13,7 @@ from hybridflow.data.loader import TokenisedPrompt
 from hybridflow.data.row_source import RowLoader
 from hybridflow.data.sft import SftExample
 from hybridflow.data.train_source import data_metrics
+from hybridflow.gathering import Gathering
 from hybridflow.parallel.world import World
 from hybridflow.trainer.activations import activation_line
 from hybridflow.trainer.evaluate import answer_lines
@@ -33,13 +34,18 @@ from hybridflow.trainer.run import Run, RunParts
 def prepare(config: Config) -> Job:
     """Read everything that the config names; the job then trains, evaluates and exports, on all launched ranks."""
     config = with_recipe(config)
-    records = read_records(config)
-    inputs = Inputs.read(config)
-    require_parts(inputs.rewards, (record.data_source for record in (*records.train, *records.test)),
-                  all_known=not config.data.streaming)
-    loader = training_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
-    held_out = held_out_prompts(config, records, inputs.tokenizer, inputs.model.vocab_size)
-    return partial(_run, inputs, records, loader, held_out, _pretraining(config, records, inputs))
+    gathering = Gathering()
+    records, inputs = gathering.read(read_records, config), gathering.read(Inputs.read, config)
+    gathering.finish()
+    assert records is not None and inputs is not None
+    sources = (record.data_source for record in (*records.train, *records.test))
+    gathering.read(require_parts, inputs.rewards, sources, all_known=not config.data.streaming)
+    loader = gathering.read(training_prompts, config, records, inputs.tokenizer, inputs.model.vocab_size)
+    held_out = gathering.read(held_out_prompts, config, records, inputs.tokenizer, inputs.model.vocab_size)
+    pretraining = gathering.read(_pretraining, config, records, inputs)
+    gathering.finish()
+    assert loader is not None and held_out is not None
+    return partial(_run, inputs, records, loader, held_out, pretraining)
 
 
 def _pretraining(config: Config, records: RunData, inputs: Inputs) -> RowLoader[SftExample] | None:
@@ -58,12 +64,11 @@ def _run(inputs: Inputs, records: RunData, loader: RowLoader[TokenisedPrompt], h
         require_same_data(world, records)
         title = f"{config.algorithm.name.value}, world size {world.size}"
         whole = Run(config, world, title, config.train.total_steps)
-        whole.view.say(algorithm_line(config))
-        whole.view.say(trainer.batch_line())
-        whole.view.say(layout_table(config, world.size))
-        whole.view.say(activation_line(config, world.size, trainer.model))
-        if (sentence := loader.counts.sentence(loader.num_rows, "prompts")) is not None:
-            whole.view.say(sentence)
+        for sentence in (algorithm_line(config), *trainer.batch_lines(), layout_table(config, world.size),
+                         activation_line(config, world.size, trainer.model),
+                         loader.counts.sentence(loader.num_rows, "prompts")):
+            if sentence is not None:
+                whole.view.say(sentence)
         evaluator = None if config.evaluation.every_steps is None else trainer.evaluator(held_out)
         for _ in range(trainer.steps_ahead):
             trainer.start(next(loader))

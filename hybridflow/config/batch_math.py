@@ -13,6 +13,7 @@ from hybridflow.config.layouts import (
     LEARNING,
     Role,
     answers_held_out,
+    divisors,
     generation_layout,
     generation_ranks,
     layout_key,
@@ -100,6 +101,19 @@ class BatchMath:
                 f"{counted(self.rollouts_per_step, 'rollout')} per step; "
                 f"{counted(self.updates_per_step, 'update')} per step{epochs}, "
                 f"{counted(self.rollouts_per_update, 'rollout')} per update{short}, {self.share_line()}")
+
+    def uneven_line(self) -> str | None:
+        """A sentence on updates that are not alike, None where all are: "The last update of each pass over the
+        rollouts learns from 8 of them, the others from 10, ...".
+        """
+        total, each = self.rollouts_per_step, self.rollouts_per_update
+        if total % each == 0:
+            return None
+        alike = divisors(total)
+        near = [max(size for size in alike if size < each), min(size for size in alike if size > each)]
+        return (f"The last update of each pass over the rollouts learns from {self.last_update} of them, the others "
+                f"from {each}, since train.global_batch_size {each} does not divide {total}; {near[0]} and "
+                f"{near[1]} do.")
 
     def line_of_any_batch(self) -> str:
         """What is known where the caller brings the prompts of each step: "5 samples for each prompt of a batch; 1280

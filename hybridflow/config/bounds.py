@@ -16,6 +16,7 @@ from hybridflow.config.schema import Config
 from hybridflow.generation.records import is_moderate
 
 Test = Callable[[Any], bool]
+MOST_MADE = 10**7  # prompts of some KiB each
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,20 @@ BOUNDS = (
          "train.loss_scale_window", "algorithm.safe.pretrain_batch_size", "generation.samples_per_prompt",
          "generation.max_new_tokens", "generation.max_rows", "generation.max_step_tokens",
          "generation.kv_cache_mb", "generation.max_staleness",
-         "generation.reshard_bucket_mb", "algorithm.constant_length", "data.size",
+         "generation.reshard_bucket_mb", "algorithm.constant_length",
          "data.prompts_per_step", "data.max_prompt_length", "data.shuffle_buffer", "evaluation.every_steps",
          "evaluation.prompts", "checkpoint.export_every_steps", "sft.steps", "logging.trace_step", "preference.steps",
-         "reward.memory_mb", "tools.max_observation_tokens", "reward.workers", "model.reward_model.micro_batch_size"),
-        lambda n: n >= 1, "must be at least 1", "choose 1 or more",
+         "reward.memory_mb", "tools.max_observation_tokens", "model.reward_model.micro_batch_size"),
+        lambda n: 1 <= n <= 1e9, "must lie in [1, 1e9]", "choose 1 or more, and less than a billion",
     ),
+    # Processes of one rank; and prompts that are made and held in memory before the first step.
+    Bound(("reward.workers",), lambda n: 1 <= n <= 1024, "must lie in [1, 1024]", "choose e.g. 4, or null"),
+    Bound(("data.size",), lambda n: 1 <= n <= MOST_MADE, f"must lie in [1, {MOST_MADE}]", "choose e.g. 4096"),
+    Bound(("data.test_size",), lambda n: 0 <= n <= MOST_MADE, f"must lie in [0, {MOST_MADE}]", "choose e.g. 256"),
     Bound(
         ("train.seed", "train.optimizer.warmup_steps", "train.critic_optimizer.warmup_steps", "generation.top_k",
          "generation.min_new_tokens", "algorithm.resample_rounds", "algorithm.overlong_buffer", "evaluation.top_k",
-         "data.test_size", "logging.samples", "train.max_nonfinite_steps", "model.reward_model.label"),
+         "logging.samples", "train.max_nonfinite_steps", "model.reward_model.label"),
         lambda n: n >= 0, "must not be negative", "choose 0 or more",
     ),
     Bound(
@@ -62,8 +67,10 @@ BOUNDS = (
          "algorithm.safe.multiplier_lr", "algorithm.clip.high", "preference.beta"),
         lambda x: 0 < x < float("inf"), "must be a finite number above 0", "choose a number above 0",
     ),
-    Bound(("reward.timeout_s", "cost.timeout_s", "tools.timeout_s", "train.timeout_s"), lambda x: 0 < x <= 1e6,
-          "must lie in (0, 1e6]", "choose a number of seconds, e.g. 60.0"),
+    Bound(("reward.timeout_s", "cost.timeout_s", "tools.timeout_s"), lambda x: 1e-3 <= x <= 1e6,
+          "must lie in [0.001, 1e6]", "choose a number of seconds, e.g. 60.0"),
+    Bound(("train.timeout_s",), lambda x: 1 <= x <= 1e6, "must lie in [1, 1e6]",
+          "choose a number of seconds in which every rank has started, e.g. 600.0"),
     Bound(("tools.max_turns",), lambda n: n >= 2, "must be at least 2", "choose 2 or more, or tools.file null"),
     Bound(("algorithm.safe.multiplier",), lambda x: 1e-3 <= x <= 1e3, "must lie in [0.001, 1000]", "choose e.g. 1.0"),
     Bound(("algorithm.safe.cost_limit",), isfinite, "must be a finite number", "choose e.g. 0.0"),

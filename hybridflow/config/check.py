@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hybridflow.config.command import Command
-from hybridflow.config.faults import Fault, require_none
+from hybridflow.config.faults import Fault, is_within, require_none
 from hybridflow.config.files import missing_files
-from hybridflow.config.load import Source, Tree, read_tree, source_name, typed
+from hybridflow.config.load import Source, Tree, UnknownWord, read_tree, source_name, typed, with_value
 from hybridflow.config.model_schema import PlacementConfig
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import shape_faults
@@ -41,14 +41,34 @@ def checked_tree(name: str, tree: Tree, faults: list[Fault], world_size: int, co
     Raises:
         ConfigError: as `checked_config`.
     """
-    config, typing_faults = typed(tree)
-    if command.answers or command is Command.EXPORT:  # of a run whose roles were placed; these have all ranks
-        config = replace(config, placement=PlacementConfig())
+    config, typing_faults = _typed(tree, command)
     found = faults + typing_faults
-    reported = {fault.key for fault in found}
-    found += [fault for fault in value_faults(config, world_size, command) if fault.key not in reported]
+    of_values = value_faults(config, world_size, command)
+    for fault in typing_faults:
+        if isinstance(fault, UnknownWord):  # what goes with only some of the words may go with the one that was meant
+            of_values = _whichever(fault, of_values, tree, world_size, command)
+    reported = [fault.key for fault in found]
+    found += [fault for fault in of_values
+              if not any(is_within(fault.key, key) or is_within(key, fault.key) for key in reported)]
     require_none(name, found or shape_faults(config, world_size, command))
     return config
+
+
+def _typed(tree: Tree, command: Command) -> tuple[Config, list[Fault]]:
+    config, faults = typed(tree)
+    if command.answers or command is Command.EXPORT:  # of a run whose roles were placed; these have all ranks
+        config = replace(config, placement=PlacementConfig())
+    return config, faults
+
+
+def _whichever(unknown: UnknownWord, faults: list[Fault], tree: Tree, world_size: int,
+               command: Command) -> list[Fault]:
+    """Those of `faults` whose keys are wrong whichever word was meant."""
+    for word in unknown.words:
+        wrong = {fault.key for fault in
+                 value_faults(_typed(with_value(tree, unknown.key, word), command)[0], world_size, command)}
+        faults = [fault for fault in faults if fault.key in wrong]
+    return faults
 
 
 def _overridden(named: Tree, faults: Iterable[Fault]) -> list[Fault]:
@@ -80,5 +100,8 @@ def require_valid(name: str, config: Config, world_size: int, command: Command) 
 
 
 def value_faults(config: Config, world_size: int, command: Command) -> list[Fault]:
-    """Values that do not go together, and missing files."""
-    return [*validate(config, world_size, command), *missing_files(config, command)]
+    """Values that do not go together, and missing files of keys that are not wrong by themselves."""
+    found = validate(config, world_size, command)
+    wrong = [fault.key for fault in found]
+    return [*found, *(fault for fault in missing_files(config, command)
+                      if not any(is_within(fault.key, key) for key in wrong))]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridflow.config.bounds import MOST_MADE
 from hybridflow.config.command import Command
-from hybridflow.config.data_schema import trains_on_files
+from hybridflow.config.data_schema import MixtureConfig, trains_on_files
 from hybridflow.config.faults import Fault
 from hybridflow.config.layouts import Role, layout_key, ranks_of_replica, written_layout
 from hybridflow.config.reward_rules import scored_on_a_mesh
@@ -44,10 +45,16 @@ def _tasks(config: Config, command: Command) -> Iterator[Fault]:
     if asked and data.test_size == 0:
         yield Fault("data.test_size", 0, "there are no held-out prompts to answer", "choose 1 or more" if
                     command.asks_held_out else "choose 1 or more, or evaluation.every_steps null")
-    elif config.evaluation.every_steps is not None and config.evaluation.prompts > data.test_size:
-        yield Fault("evaluation.prompts", config.evaluation.prompts,
-                    f"only data.test_size {data.test_size} prompts are held out",
-                    f"choose {data.test_size} or less")
+    else:
+        yield from _enough_tests(config)
+
+
+def _enough_tests(config: Config) -> Iterator[Fault]:
+    """Where held-out prompts are of tasks alone."""
+    evaluation, test_size = config.evaluation, config.data.test_size
+    if evaluation.every_steps is not None and evaluation.prompts > test_size:
+        yield Fault("evaluation.prompts", evaluation.prompts, f"only data.test_size {test_size} prompts are held out",
+                    f"choose {test_size} or less")
 
 
 def _mixture(config: Config, command: Command) -> Iterator[Fault]:
@@ -61,12 +68,13 @@ def _mixture(config: Config, command: Command) -> Iterator[Fault]:
         if bool(source.files) == (source.task is not None):
             yield Fault(key, "{...}", "names files and a task" if source.files else "names neither files nor a task",
                         "give one of the two; another source may have the other")
-        if source.size < 1:
-            yield Fault(f"{key}.size", source.size, "must be at least 1", "choose 1 or more")
-        idle = {"config": source.config, "template": source.template} if source.task is None else {}
-        for name, value in idle.items():
-            if value:
+        if source.task is not None and not 1 <= source.size <= MOST_MADE:
+            yield Fault(f"{key}.size", source.size, f"must lie in [1, {MOST_MADE}]", "choose e.g. 4096")
+        for name in ("config", "template", "size") if source.task is None else ():
+            if (value := vars(source)[name]) != vars(MixtureConfig())[name]:
                 yield Fault(f"{key}.{name}", value, "has no effect without a task", "remove it")
+    if data.test_tasks and not data.test_files:
+        yield from _enough_tests(config)
     if command.asks_held_out and not data.test_files and not data.test_tasks:
         yield Fault("data.test_files", [], "there are no held-out prompts to answer", "name a file, or data.test_tasks")
     if trains_on_files(data):
@@ -75,8 +83,8 @@ def _mixture(config: Config, command: Command) -> Iterator[Fault]:
 
 def _weights(weights: dict[str, float]) -> Iterator[Fault]:
     for key, weight in weights.items():
-        if not 0 < weight < float("inf"):
-            yield Fault(key, weight, "must be above 0", "choose e.g. 1.0")
+        if not 1e-12 <= weight <= 1e12:  # sums of such weights are exact enough to draw by
+            yield Fault(key, weight, "must lie in [1e-12, 1e12]", "choose e.g. 1.0")
 
 
 def _judged(config: Config, command: Command) -> Iterator[Fault]:

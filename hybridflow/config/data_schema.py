@@ -114,6 +114,13 @@ def task_names(data: DataConfig) -> tuple[str, ...]:
     return ()
 
 
+def holds_out(data: DataConfig) -> bool:
+    """Whether there are held-out prompts, of files or of tasks."""
+    if data.source is DataSource.REASONING_GYM:
+        return data.test_size > 0
+    return bool(data.test_files or (data.source is DataSource.MIXTURE and data.test_tasks))
+
+
 def trains_on_files(data: DataConfig) -> bool:
     """Whether training prompts come from files, which have data sources of their own."""
     if data.source is DataSource.MIXTURE:

@@ -108,6 +108,12 @@ def require_none(source: str, faults: Sequence[Fault]) -> None:
         raise ConfigError(source, faults)
 
 
+def is_within(key: str, outer: str) -> bool:
+    """Whether a dotted key is `outer`, or one in its block or list. Example: is_within("data.files[0]", "data.files").
+    """
+    return key == outer or key.startswith((f"{outer}.", f"{outer}["))
+
+
 def shown(value: object) -> str:
     """A value as it would be written in YAML, cut where it is long."""
     value = plain(value)

@@ -109,5 +109,5 @@ def _function(key: str, function: str) -> Iterator[Fault]:
     file, _, name = function.rpartition(":")
     if not file or not name.isidentifier():
         yield Fault(key, function, "is not file.py:function", "write e.g. rewards/maths.py:score")
-    elif not Path(file).is_file():
+    elif not Path(file).expanduser().is_file():
         yield Fault(key, function, f"there is no file {file}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from hybridflow.algorithms.registry import Need
 from hybridflow.config.bounds import value_at
 from hybridflow.config.command import Command
-from hybridflow.config.data_schema import task_names, trains_on_files
+from hybridflow.config.data_schema import holds_out, task_names, trains_on_files
 from hybridflow.config.faults import Fault
 from hybridflow.config.recipe import kl_where_of, loss_entry, needs_of, reads_option, with_recipe
 from hybridflow.config.reward_schema import asks_task_scorers, reward_models
@@ -51,6 +51,12 @@ def _only_models_score(config: Config) -> bool:
     if config.reward.mixture:
         return all(part.model is not None for part in config.reward.mixture)
     return config.model.reward_model.path is not None
+
+
+def _answers_to_nobody(config: Config) -> bool:
+    """Files without held-out ones. (Tasks always have held-out prompts, or `data_rules` asks for them.)"""
+    files = config.data.source is not DataSource.REASONING_GYM
+    return files and config.evaluation.every_steps is not None and not holds_out(config.data)
 
 
 IDLE = (
@@ -145,6 +151,8 @@ IDLE = (
     Idle(lambda c: c.evaluation.every_steps is None,
          ("evaluation.samples_per_prompt", "evaluation.temperature", "evaluation.save_answers"),
          "has no effect without an evaluation", "give evaluation.every_steps"),
+    Idle(_answers_to_nobody, ("evaluation",),
+         "has no effect without held-out prompts", "name data.test_files, or in a mixture data.test_tasks"),
     Idle(lambda c: c.evaluation.temperature == 0, ("evaluation.top_k", "evaluation.top_p", "evaluation.min_p"),
          "has no effect in greedy decoding", "give evaluation.temperature"),
     Idle(lambda c: c.train.optimizer.decay is Decay.CONSTANT, ("train.optimizer.min_lr",),
@@ -174,13 +182,17 @@ def idle_keys(config: Config, command: Command = Command.TRAIN) -> Iterator[Faul
 
 
 def faults_of(table: tuple[Idle, ...], config: Config) -> Iterator[Fault]:
-    """A fault for each key of a table of rules that is set and does nothing; of a block, for each key in it."""
-    default = Config()
+    """A fault for each key of a table of rules that is set and does nothing, each once; of a block, for each key in
+    it.
+    """
+    default, seen = Config(), set[str]()
     for idle in table:
         if idle.when(config):
             for name in idle.keys:
                 for key, value in _set_keys(name, value_at(config, name), value_at(default, name)):
-                    yield Fault(key, value, idle.because, idle.choice)
+                    if key not in seen:
+                        yield Fault(key, value, idle.because, idle.choice)
+                    seen.add(key)
 
 
 def _set_keys(key: str, value: object, default: object) -> Iterator[tuple[str, object]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import make_dataclass
+from dataclasses import dataclass, make_dataclass
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridflow.config.faults import ConfigError, Fault, listed, nearest_key, plain, require_none
+from hybridflow.config.faults import ConfigError, Fault, nearest_key, plain, require_none
 from hybridflow.config.hints import block_of, described, field_types, is_list, members, words_of
 from hybridflow.config.schema import Config
 
@@ -27,6 +27,13 @@ Block = TypeVar("Block")
 Source = str | Path | Mapping[str, Any]
 
 BASE = "base"  # in a file: another one, whose keys it changes
+
+
+@dataclass(frozen=True)
+class UnknownWord(Fault):
+    """A word that is none of those that its key may hold: `words`."""
+
+    words: tuple[str, ...] = ()
 
 
 def load_config(source: Source, overrides: Sequence[str] = ()) -> Config:
@@ -60,6 +67,13 @@ def typed(tree: Tree) -> tuple[Config, list[Fault]]:
     """The `Config` of a plain tree, and what was wrong; a key that is wrong keeps its default."""
     faults: list[Fault] = []
     return _block(Config, tree, "", faults), faults
+
+
+def with_value(tree: Tree, key: str, value: object) -> Tree:
+    """A copy of a plain tree with another value of a dotted key."""
+    changed = OmegaConf.create(tree)
+    OmegaConf.update(changed, key, value, force_add=True)
+    return OmegaConf.to_container(changed)
 
 
 def to_tree(config: Config) -> Tree:
@@ -190,8 +204,7 @@ def _block(cls: type[Block], tree: Mapping[Any, Any], prefix: str, faults: list[
         try:
             good[name] = _value(hints[name], value, key, faults)
         except (OmegaConfBaseException, ValueError):
-            rule = f"is not {described(hints[name])}"
-            faults.append(Fault(key, value, rule, _word_hint(hints[name], value)))
+            faults.append(_mistyped(key, value, hints[name]))
     return cls(**good)
 
 
@@ -256,10 +269,11 @@ def _unknown(key: str, value: object, block: Mapping[str, Any]) -> Fault:
     return Fault(key + inner, value, "unknown key", choice)
 
 
-def _word_hint(hint: Any, value: object) -> str:
-    words = words_of(hint)
+def _mistyped(key: str, value: object, hint: Any) -> Fault:
+    rule, words = f"is not {described(hint)}", words_of(hint)
     if words is None:
-        return ""
-    known = [str(member.value) for member in words]
+        single = is_list(hint) and isinstance(value, (str, Real)) and value != ""
+        return Fault(key, value, rule, f"write [{value}]" if single else "")
+    known = tuple(str(member.value) for member in words)
     near = nearest_key(str(value).lower(), known, ())
-    return f"did you mean {near}? It may be {listed(known)}" if near else f"choose {listed(known)}"
+    return UnknownWord(key, value, rule, f"did you mean {near}?" if near else "choose one of these", words=known)

@@ -48,6 +48,9 @@ def _generation(config: Config, world_size: int) -> Iterator[Fault]:
     if apart and config.generation.weights is GenerationWeights.SHARED:
         yield Fault("generation.weights", "shared", "generates with training weights where they lie, and "
                     "placement.generation has other ranks than placement.actor", "choose packed or null")
+    if apart and not config.generation.layout.within_node:
+        yield Fault("generation.layout.within_node", False, "has no effect where generation has ranks of its own, "
+                    "whose groups are as placement.generation lists them", "remove it, or placement.generation")
     roles_of = {role: set(role_ranks(config, role, world_size)) for role in roles(config)}
     shared = [role.value for role, ranks in roles_of.items() if ranks.intersection(generating)]
     if config.generation.overlap is not Overlap.NONE and shared:

@@ -20,6 +20,7 @@ from hybridflow.config.reward_schema import OnFaultConfig, RewardPartConfig, rew
 from hybridflow.config.schema import Config
 from hybridflow.config.words import DataSource, FaultAction, ModelFamily
 
+LARGEST_WEIGHT = 1e6  # times the largest score that a part may give, this is still a number in fp32
 OF_CLASSIFIERS = ("label", "pair", "dtype", "micro_batch_size")
 
 
@@ -52,8 +53,9 @@ def _part(key: str, part: RewardPartConfig, config: Config, names: Counter[str])
         yield Fault(f"{key}.name", part.name, "is no name for a metric", "use letters, digits, _ and -, e.g. format")
     elif names[part.name] > 1:
         yield Fault(f"{key}.name", part.name, "is the name of another part too", "give each its own")
-    if not math.isfinite(part.weight):
-        yield Fault(f"{key}.weight", part.weight, "must be a finite number", "choose e.g. 1.0")
+    if not abs(part.weight) <= LARGEST_WEIGHT:
+        yield Fault(f"{key}.weight", part.weight, f"must lie in [{-LARGEST_WEIGHT:g}, {LARGEST_WEIGHT:g}]",
+                    "choose e.g. 1.0")
     judges = [part.function, part.reasoning_gym, part.model]
     if sum(judge is not None for judge in judges) != 1:
         yield Fault(key, part.name, "a part is scored by one thing", "give one of function, reasoning_gym and model")

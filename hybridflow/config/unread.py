@@ -166,8 +166,4 @@ UNREAD: dict[Command, tuple[Idle, ...]] = {
 
 def unread_keys(config: Config, command: Command) -> Iterator[Fault]:
     """A fault for each key that is set and that `command` does not read, each once."""
-    seen: set[str] = set()
-    for fault in faults_of(UNREAD[command], config):
-        if fault.key not in seen:
-            seen.add(fault.key)
-            yield fault
+    yield from faults_of(UNREAD[command], config)

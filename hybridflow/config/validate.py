@@ -15,6 +15,7 @@ from hybridflow.config.batch_math import BatchMath, counted, trained_at_once
 from hybridflow.config.bounds import out_of_bounds
 from hybridflow.config.command import Command
 from hybridflow.config.data_rules import data_faults, evaluation_faults
+from hybridflow.config.data_schema import holds_out
 from hybridflow.config.faults import Fault, listed, nearest_key
 from hybridflow.config.idle import idle_keys
 from hybridflow.config.layout_rules import layout_faults, recompute_faults
@@ -132,6 +133,10 @@ def _batches(config: Config, command: Command, world_size: int | None) -> Iterat
     if command is Command.KTO and train.global_batch_size == 1:
         yield Fault("train.global_batch_size", 1, "kto compares each answer with those to other prompts of its batch",
                     "choose 2 or more")
+    preference = config.preference
+    if command is Command.KTO and not preference.desirable_weight and not preference.undesirable_weight:
+        yield Fault("preference.desirable_weight", 0, "is 0 as preference.undesirable_weight is, so that nothing is "
+                    "learned from", "choose e.g. 1.0 for one of them")
     if command is Command.TRAIN and train.global_batch_size > rollouts:
         yield Fault("train.global_batch_size", train.global_batch_size,
                     f"a step has only {counted(config.data.prompts_per_step, 'prompt')} x "
@@ -244,7 +249,11 @@ def _overlap(config: Config, command: Command) -> Iterator[Fault]:
     if command is Command.API and config.generation.overlap is not Overlap.NONE:
         yield Fault("generation.overlap", config.generation.overlap.value,
                     "wants the prompts of the next step, and init_trainer is given one batch at a time", "choose none")
-    if config.generation.overlap is Overlap.PARTIAL and config.generation.max_staleness > config.train.total_steps:
+    partial = config.generation.overlap is Overlap.PARTIAL
+    if partial and config.generation.balance is GenerationBalance.SHARED:
+        yield Fault("generation.balance", "shared", "partial rollouts stay with the replica that has begun them",
+                    "choose own, or generation.overlap none or one_step_off")
+    if partial and config.generation.max_staleness > config.train.total_steps:
         yield Fault("generation.max_staleness", config.generation.max_staleness,
                     "batches begun ahead of more steps than the run has", f"choose {config.train.total_steps} or less")
 
@@ -296,9 +305,9 @@ def _schedule(config: Config, command: Command) -> Iterator[Fault]:
     if command is Command.API:
         yield from _decay(config)
     accuracy = config.sft.stop_at_accuracy
-    if accuracy is not None and config.evaluation.every_steps is None:
+    if accuracy is not None and (config.evaluation.every_steps is None or not holds_out(config.data)):
         yield Fault("sft.stop_at_accuracy", accuracy, "the accuracy is never measured",
-                    "give evaluation.every_steps, or choose null")
+                    "give evaluation.every_steps and held-out prompts, or choose null")
     if not config.logging.dir:
         yield Fault("logging.dir", config.logging.dir, "a run needs a folder", "choose e.g. runs/default")
 

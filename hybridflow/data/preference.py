@@ -50,11 +50,22 @@ TextRow = TextPreference | TextLabel
 
 @dataclass(frozen=True)
 class PreferenceSplit:
-    """Training and held-out rows; `prompts` are the held-out prompts, each once, with what judges an answer to them."""
+    """Training and held-out rows; `prompts` are the held-out prompts, each once, with what judges an answer to them.
+    `num_equal` training pairs had two equal answers and were left out.
+    """
 
     train: tuple[TextRow, ...]
     test: tuple[TextRow, ...]
     prompts: tuple[PromptRecord, ...]
+    num_equal: int = 0
+
+    def sentence(self) -> str | None:
+        """What to tell at the start of a run, None where no pair was left out."""
+        if not self.num_equal:
+            return None
+        are = "pair of equal answers says nothing and was" if self.num_equal == 1 else (
+            "pairs of equal answers say nothing and were")
+        return f"{self.num_equal} training {are} left out."
 
 
 @dataclass(frozen=True)

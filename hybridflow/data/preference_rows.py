@@ -14,7 +14,6 @@ Other keys are ignored. Never tokenises.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -26,26 +25,28 @@ from hybridflow.data.records import ChatMessage, Prompt, PromptRecord, prompt_te
 from hybridflow.data.row_schema import parse_prompt
 
 ASSISTANT = "assistant"
+LARGEST_MARGIN = 1e6  # of two scores in nats; the loss of a pair is in proportion to it
 KEYS = ("prompt", "chosen", "rejected", "completion", "label", "data_source")
 
 
 def read_preference_files(paths: Sequence[str], file_format: FileFormat,
-                          margin_key: str | None = None) -> tuple[TextRow, ...]:
-    """The rows of `paths`, in order; rows are counted from 1 within each file (for JSONL: the line number).
-
-    Pairs whose two answers are the same say nothing and are left out.
+                          margin_key: str | None = None) -> tuple[tuple[TextRow, ...], int]:
+    """The rows of `paths`, in order; rows are counted from 1 within each file (for JSONL: the line number). And the
+    number of pairs whose two answers are the same: these say nothing and are left out.
 
     Raises ValueError naming file, row and key for the first bad row, and FileNotFoundError for a missing file.
     """
     rows: list[TextRow] = []
+    num_equal = 0
     for path in paths:
-        before = len(rows)
-        found = (parse_preference(row, f"{path} row {number}", margin_key)
-                 for number, row in _rows(Path(path), file_format, margin_key))
-        rows += [row for row in found if row is not None]
-        if len(rows) == before:
+        found = [parse_preference(row, f"{path} row {number}", margin_key)
+                 for number, row in _rows(Path(path), file_format, margin_key)]
+        telling = [row for row in found if row is not None]
+        if not telling:
             raise ValueError(f"{path}: has no rows with a preference")
-    return tuple(rows)
+        num_equal += len(found) - len(telling)
+        rows += telling
+    return tuple(rows), num_equal
 
 
 def _rows(path: Path, file_format: FileFormat, margin_key: str | None) -> Iterator[tuple[int, Any]]:
@@ -154,8 +155,9 @@ def _encodable(value: Prompt, key: str, origin: str) -> Prompt:
 
 def _margin(row: dict[str, Any], key: str, origin: str) -> float:
     value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{origin}: key '{key}' (preference.margin_key) must be a finite number, got {_show(value)}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST_MARGIN:
+        raise ValueError(f"{origin}: key '{key}' (preference.margin_key) must be a number in [{-LARGEST_MARGIN:g}, "
+                         f"{LARGEST_MARGIN:g}], got {_show(value)}")
     return float(value)
 
 

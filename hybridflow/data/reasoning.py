@@ -19,6 +19,7 @@ from math import ceil
 from typing import Any
 
 from hybridflow.data.records import DataSplit, PromptRecord
+from hybridflow.gathering import Gathering
 
 # One prompt text in this many is held out.
 HELD_OUT_ONE_IN = 8
@@ -63,8 +64,7 @@ def build_reasoning_mix(
     take, or a task with too few distinct items for its share.
     """
     _check_mix((*tasks, *test_tasks), size, test_size)
-    for task in (*tasks, *test_tasks):
-        _check_task(task)  # before the first, perhaps slow, task is drawn
+    _check_tasks((*tasks, *test_tasks))  # before the first, perhaps slow, task is drawn
     shares = list(zip(tasks, _apportion(tasks, size), [0] * len(tasks) if test_tasks else _apportion(tasks, test_size)))
     shares += [(task, 0, count) for task, count in zip(test_tasks, _apportion(test_tasks, test_size))]
     return _drawn(shares, seed, template)
@@ -92,8 +92,7 @@ def build_reasoning_tests(tasks: tuple[TaskSpec, ...], size: int, seed: int, tem
                           ) -> tuple[PromptRecord, ...]:
     """`size` different held-out records of `tasks`, by weight. Raises ValueError as `build_reasoning_mix`."""
     _check_mix(tasks, 1, size)
-    for task in tasks:
-        _check_task(task)
+    _check_tasks(tasks)
     shares = [(task, 0, count) for task, count in zip(tasks, _apportion(tasks, size))]
     return _drawn(shares, seed, template).test
 
@@ -125,11 +124,12 @@ class _TaskSource:
             if not missing_train and not missing_test:
                 return DataSplit(tuple(train[:num_train]), tuple(test[:num_test]))
             if self.num_rounds == DRAW_ROUNDS:
-                raise ValueError(
-                    f"task {self.task.name!r}: {len(self.drawn)} draws gave {len(train)} of the {num_train} training "
-                    f"records and {len(test)} of the {num_test} distinct test records that are its share (one text in "
-                    f"{HELD_OUT_ONE_IN} is held out); lower data.test_size or make the task's config wider"
-                )
+                raise ValueError(f"task {self.task.name!r}: " + "; ".join(filter(None, (
+                    missing_train and f"its share of data.size is {num_train} training prompts, and {len(self.drawn)} "
+                    f"draws gave only {len(train)}",
+                    missing_test and f"its share of data.test_size is {num_test} different held-out prompts, and "
+                    f"{len(self.drawn)} draws gave only {len(test)} (one text in {HELD_OUT_ONE_IN} is held out)",
+                    f"lower data.{'test_size' if missing_test else 'size'}, or make the task's config wider"))))
             # A little more than what is missing on average; later rounds also repeat what was drawn before.
             self._draw(2 * missing_train if self.num_rounds else ceil(1.2 * missing_train), missing_test)
 
@@ -168,6 +168,14 @@ def _create_dataset(task: TaskSpec, size: int, seed: int) -> Any:
         raise ValueError(
             f"task {task.name!r} does not take config {task.config}: {error}; its settings are {known}"
         ) from error
+
+
+def _check_tasks(tasks: tuple[TaskSpec, ...]) -> None:
+    """All that is wrong with any of them in one error."""
+    gathering = Gathering()
+    for task in tasks:
+        gathering.read(_check_task, task)
+    gathering.finish()
 
 
 def _check_task(task: TaskSpec) -> None:

@@ -57,6 +57,14 @@ def require_classifier(folder: str, label: int | None) -> None:
         raise ValueError(f"{folder}: has no tokenizer; put the model's own beside it ({', '.join(VOCABULARIES)})")
 
 
+def pads_rows(folder: str) -> bool:
+    """Whether the classifier in a folder runs several rows at once, for which all but the longest are padded."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    return _may_pad(AutoTokenizer.from_pretrained(folder, local_files_only=True),
+                    AutoConfig.from_pretrained(folder, local_files_only=True))
+
+
 class TextClassifier:
     """A classifier and its tokenizer. Scores are raw logits, and a row's does not depend on the rows beside it.
 

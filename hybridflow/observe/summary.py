@@ -15,6 +15,7 @@ from hybridflow.observe.progress import duration
 # Steps at either end of the run that "from ... to ..." is a mean over: one step's reward is noise.
 END_STEPS = 5
 NUM_PHASES_NAMED = 3
+ROUNDING = 0.01  # phases are the longest of any rank, so that their sum may be a little more than a step
 
 
 def summarise(records: Sequence[MetricRecord]) -> str:
@@ -42,6 +43,12 @@ def summarise(records: Sequence[MetricRecord]) -> str:
 def _values(records: Sequence[MetricRecord], metric: str) -> list[float]:
     """The finite values of `metric`, in order of steps."""
     return [record[metric] for record in records if metric in record and record[metric] is not None]
+
+
+def _total(records: Sequence[MetricRecord], prefix: str) -> float:
+    """The sum of the finite values of all metrics that begin so."""
+    return math.fsum(value for record in records for name, value in record.items()
+                     if name.startswith(prefix) and value is not None)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -106,20 +113,27 @@ def _phases(records: Sequence[MetricRecord]) -> str:
     longest = sorted((p for p in shares if shares[p] > 0), key=lambda p: -shares[p])[:NUM_PHASES_NAMED]
     if not longest:
         return ""
-    named = ", ".join(f"{phase.value.replace('_', ' ')} {shares[phase] / total:.0%}" for phase in longest)
+    # What goes on beside other steps, or while the model is evaluated, may take longer than the steps by themselves.
+    named = ", ".join(f"{phase.value.replace('_', ' ')} {min(shares[phase] / total, 1.0):.0%}" for phase in longest)
+    if math.fsum(shares.values()) > total * (1.0 + ROUNDING):
+        return f"Ranks worked side by side; of a step's time they were busy with {named}."
     return f"Most time of a step went to {named}."
 
 
 def _trouble(records: Sequence[MetricRecord]) -> str:
     skipped = _values(records, "train/skipped_steps")
-    faults = math.fsum(value for record in records for name, value in record.items()
-                       if name.startswith("reward/faults_") and value is not None)
+    rewards, costs = _total(records, "reward/faults_"), _total(records, "cost/faults_")
+    tools, calls = _total(records, "rollout/tool_faults"), _total(records, "rollout/tool_calls")
     nulls = sum(value is None for record in records for value in record.values())
     parts = []
     if skipped and skipped[-1] > 0:
         parts.append(f"optimizer steps skipped (gradient norm not finite, or nothing to train on): {skipped[-1]:.0f}")
-    if faults > 0:
-        parts.append(f"rollouts that the reward function failed on: {faults:.0f}")
+    if rewards > 0:
+        parts.append(f"rollouts that the reward function failed on: {rewards:.0f}")
+    if costs > 0:
+        parts.append(f"rollouts that the cost function failed on: {costs:.0f}")
+    if tools > 0:
+        parts.append(f"calls of tools that failed: {tools:.0f} of {calls:.0f}")
     if nulls > 0:
         parts.append(f"logged values that were not finite: {nulls}")
     return f"Look into this: {'; '.join(parts)}." if parts else ""

@@ -133,10 +133,10 @@ def parse_spec(spec: str, batched: bool | None = None) -> Target:
     """
     place, colon, function = spec.rpartition(":")
     if not colon or not place.endswith(".py") or not function.isidentifier():
-        raise ValueError(f"reward.function is {spec!r}; it must be file.py:function, for example rewards/math.py:score")
+        raise ValueError(f"{spec!r} is not file.py:function; write for example rewards/math.py:score")
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        raise ValueError(f"reward.function is {spec!r}, but there is no file {path}")
+        raise ValueError(f"there is no file {path}")
     return Target(str(path), function, batched=batched)
 
 

@@ -142,7 +142,7 @@ class WorkerPool:
         for worker in [worker for worker in self._workers if worker.deadline <= now]:
             if worker.call is None:
                 self.close()
-                raise ValueError("reward function: its file did not finish importing in time")
+                raise ValueError("the function's file did not finish importing in time")
             late = f"still running after {self._limits.timeout_s:g} s"
             outcomes[worker.call.ticket] = worker.call.failed(FaultKind.TIMED_OUT, late)
             self._drop(worker)

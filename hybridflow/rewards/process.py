@@ -122,7 +122,7 @@ class WorkerProcess:
             self.call = None
             return [_outcome(row) for row in reply]
         if "load_error" in reply:
-            raise ValueError(f"reward function: {reply['load_error']}")
+            raise ValueError(reply["load_error"])
         self.is_ready, self.batched = True, reply["batched"]
         self.tidy()  # what it has started so far is part of the function
         self._wait_until_seen()
@@ -144,7 +144,7 @@ class WorkerProcess:
         words = self._last_words()
         status = words["status"]
         if not self.is_ready:
-            raise ValueError(f"reward function: its process ended with status {status} while loading")
+            raise ValueError(f"the function's process ended with status {status} while loading")
         self.is_ready = False
         if self.call is None or words["tidied"]:
             return None

@@ -105,13 +105,14 @@ class RewardResult:
         return fault_sentence(self.faults, len(self.row_faults), row, rows[row].data_source, fault.message)
 
 
-def fault_sentence(faults: Mapping[FaultKind, int], num_rows: int, row: int, data_source: str, message: str) -> str:
-    """One sentence on the faults of `num_rows` rows, of which `row` is the first.
+def fault_sentence(faults: Mapping[FaultKind, int], num_rows: int, row: int, data_source: str, message: str,
+                   judged: str = "reward") -> str:
+    """One sentence on the faults of `num_rows` rows, of which `row` is the first. `judged`: what they should have got.
 
     Example: "3 of 128 rewards failed (2 raised, 1 timed_out); first: row 7 of data source 'sums': ValueError: no number
     (reward.py line 7)".
     """
     by_kind = ", ".join(f"{faults[kind]} {kind.value}" for kind in FaultKind if faults.get(kind))
     message = " ".join(message.split())  # an error of several lines makes one sentence
-    return (f"{sum(faults.values())} of {num_rows} rewards failed ({by_kind}); first: row {row} of data source "
+    return (f"{sum(faults.values())} of {num_rows} {judged}s failed ({by_kind}); first: row {row} of data source "
             f"{data_source!r}: {message}")

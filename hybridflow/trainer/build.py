@@ -107,7 +107,7 @@ class Builder:
         scorer = self.inputs.costs
         assert scorer is not None, "the config was checked"
         return Rewards([WeightedPart(self._decoder_part(Role.COST, scorer) if isinstance(scorer, RewardDecoder)
-                                     else self._reward_part(scorer), FaultPolicy({}))])
+                                     else self._reward_part(scorer), FaultPolicy({}))], judged="cost")
 
     def multiplier(self) -> LagrangeMultiplier:
         safe = self.config.algorithm.safe

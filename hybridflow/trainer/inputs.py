@@ -16,19 +16,18 @@ from hybridflow.algorithms.functions import find_estimator, find_policy_loss
 from hybridflow.algorithms.policy import PolicyLoss
 from hybridflow.config.algorithm_schema import AlgorithmConfig
 from hybridflow.config.recipe import with_recipe
-from hybridflow.config.reward_rules import is_decoder_folder
-from hybridflow.config.reward_schema import reward_models
 from hybridflow.config.schema import Config
 from hybridflow.config.shapes import spec_decoder
+from hybridflow.config.tools_schema import ToolsConfig
 from hybridflow.config.words import EngineName, OnToolError
 from hybridflow.data.chat import ChatFormat
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
+from hybridflow.gathering import Gathering
 from hybridflow.generation.blocks import BLOCK_TOKENS
 from hybridflow.kernels.native_build import Unavailable, native_library
 from hybridflow.models.config import Head, ModelConfig
-from hybridflow.models.hf_import import FRESH, FRESH_IN_TRAINING, require_tensors
+from hybridflow.models.hf_import import FRESH_IN_TRAINING
 from hybridflow.models.layout import split_heads
-from hybridflow.models.weights import canonical_shapes
 from hybridflow.parallel.arithmetic import ceil_div
 from hybridflow.parallel.world import default_device
 from hybridflow.response_text import ResponseEnds
@@ -37,6 +36,7 @@ from hybridflow.tools.detect import call_ends
 from hybridflow.tools.observation import ObservationForm
 from hybridflow.tools.toolbox import ToolBox
 from hybridflow.trainer.engine_options import DTYPES, MIB
+from hybridflow.trainer.model_folders import require_vocabulary, require_weights
 from hybridflow.trainer.rewards.inputs import RewardDecoder, RewardInput, read_costs, read_rewards
 from hybridflow.trainer.turns import TurnLoop
 
@@ -76,34 +76,34 @@ class Inputs:
             head: what model.path is trained under; a score head may be missing there.
 
         Raises:
-            ValueError: a file, a model's tensors, an id to stop at, a function or a reward is not as it must be, or
-                this machine cannot compute as generation.batch_invariant asks, or has no generation.engine.
+            ValueError: files, models' tensors, ids to stop at, functions or rewards that are not as they must be, or
+                this machine cannot compute as generation.batch_invariant asks, or has no generation.engine; all that
+                is wrong, but what needs something else that is.
         """
+        gathering = Gathering()
         if config.generation.batch_invariant:
-            require_invariance(default_device(0))
-        opened = (open_tokenizer(config.model.tokenizer or config.model.path, chat_format(config))
-                  if tokenizer is None else tokenizer)
-        model = model_shape(config, config.model.path, opened)
-        require_weights("model.path", config.model.path, head, FRESH_IN_TRAINING)
+            gathering.read(require_invariance, default_device(0))
+        opened = gathering.read(_open_tokenizer, config) if tokenizer is None else tokenizer
+        model = gathering.read(_actor_shape, config, opened, head)
+        size = None if model is None else model.vocab_size
+        estimator = policy_loss = rewards = costs = turns = ends = None
         if scores:
-            require_cache(config, model, config.data.max_prompt_length)
-            require_weights("model.critic.path", config.model.critic.path, Head.VALUE)
-            require_weights("model.cost_model.path", config.model.cost_model.path, Head.SCORE)
-            require_weights("model.cost_critic.path", config.model.cost_critic.path, Head.VALUE)
+            estimator, policy_loss = _algorithm_functions(with_recipe(config).algorithm, gathering)
             for role in ("critic", "cost_critic"):
-                require_vocabulary(f"model.{role}.path", vars(config.model)[role].path, model.vocab_size)
-            for key, path in reward_models(config.reward, config.model.reward_model).items():
-                if is_decoder_folder(path):
-                    require_weights(key, path, Head.SCORE)
-        calls = call_ends(config.tools.call) if scores and config.tools.file is not None else ()
-        ends = response_ends([*config.generation.stop, *calls], opened, model)
-        if config.generation.engine is EngineName.VLLM:
-            require_vllm(config, ends)
-        if not scores:
-            return cls(config, opened, model, ends, ())
-        functions = _algorithm_functions(with_recipe(config).algorithm)
-        return cls(config, opened, model, ends, read_rewards(config, opened, model.vocab_size), *functions,
-                   read_costs(config, opened, model.vocab_size), _turn_loop(config, opened))
+                gathering.read(_require_critic, f"model.{role}.path", vars(config.model)[role].path, size)
+            rewards = gathering.read(read_rewards, config, opened, size)
+            costs = gathering.read(read_costs, config, opened, size)
+            turns = gathering.read(_turn_loop, config, opened)
+        if opened is not None and model is not None:
+            calls = call_ends(config.tools.call) if scores and config.tools.file is not None else ()
+            ends = gathering.read(response_ends, [*config.generation.stop, *calls], opened, model)
+            if scores:
+                gathering.read(require_cache, config, model, config.data.max_prompt_length)
+        if config.generation.engine is EngineName.VLLM and ends is not None:
+            gathering.read(require_vllm, config, ends)
+        gathering.finish()
+        assert opened is not None and model is not None and ends is not None
+        return cls(config, opened, model, ends, rewards or (), estimator, policy_loss, costs, turns)
 
     def close_tools(self) -> None:
         """End the workers of tools, if any."""
@@ -184,32 +184,6 @@ def model_shape(config: Config, path: str | None, tokenizer: Tokenizer | None) -
     return replace(model, eos_token_ids=tokenizer.stop_ids) if tokenizer else model
 
 
-def require_weights(key: str, path: str | None, head: Head, fresh: Sequence[str] = FRESH) -> None:
-    """The folder that `key` names, if any, has the tensors of its model under `head`, but perhaps the `fresh` heads.
-
-    Raises:
-        ValueError: as `load_hf`; the key is named.
-    """
-    if path is None:
-        return
-    try:
-        require_tensors(Path(path), canonical_shapes(ModelConfig.from_hf_folder(path), head), fresh)
-    except ValueError as error:
-        wanted = "; it must be a *ForSequenceClassification with one label" if head is Head.SCORE else ""
-        raise ValueError(f"{key} = {error}{wanted}") from None
-
-
-def require_vocabulary(key: str, path: str | None, size: int) -> None:
-    """The model that `key` names, if any, reads all `size` ids of the actor.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if path is not None and (own := ModelConfig.from_hf_folder(path).vocab_size) < size:
-        raise ValueError(f"{key} = {path}: its vocabulary of {own} is smaller than the actor's of {size}, whose tokens "
-                         "it has to read; choose a model with the actor's tokenizer")
-
-
 def response_ends(stops: Sequence[int | str], tokenizer: Tokenizer, model: ModelConfig) -> ResponseEnds:
     """The ends of the tokenizer and the model, and `stops`: ids, strings of one token, and others.
 
@@ -230,17 +204,54 @@ def response_ends(stops: Sequence[int | str], tokenizer: Tokenizer, model: Model
     return ResponseEnds(tuple(dict.fromkeys(ids)), tuple(dict.fromkeys(strings)))
 
 
-def _algorithm_functions(algorithm: AlgorithmConfig) -> tuple[Estimator, PolicyLoss]:
+def _open_tokenizer(config: Config) -> Tokenizer:
+    return open_tokenizer(config.model.tokenizer or config.model.path, chat_format(config))
+
+
+def _actor_shape(config: Config, tokenizer: Tokenizer | None, head: Head) -> ModelConfig | None:
+    """The actor's shape, its folder looked into; None without the tokenizer that a new model's shape needs."""
+    path = config.model.path
+    require_weights("model.path", path, head, FRESH_IN_TRAINING)
+    return None if path is None and tokenizer is None else model_shape(config, path, tokenizer)
+
+
+def _algorithm_functions(algorithm: AlgorithmConfig, gathering: Gathering
+                         ) -> tuple[Estimator | None, PolicyLoss | None]:
     """Of an algorithm with nothing left open."""
     assert algorithm.advantage is not None and algorithm.policy_loss is not None
-    return find_estimator(algorithm.advantage), find_policy_loss(algorithm.policy_loss)
+    return (gathering.read(find_estimator, algorithm.advantage),
+            gathering.read(find_policy_loss, algorithm.policy_loss))
 
 
-def _turn_loop(config: Config, tokenizer: Tokenizer) -> TurnLoop | None:
-    """With its tools loaded; None without tools."""
+def _require_critic(key: str, path: str | None, size: int | None) -> None:
+    """Of an actor with `size` ids, None where that is not known."""
+    require_weights(key, path, Head.VALUE)
+    if size is not None:
+        require_vocabulary(key, path, size)
+
+
+def _observation_form(tools: ToolsConfig, tokenizer: Tokenizer) -> ObservationForm:
+    """
+    Raises:
+        ValueError: a role is named, and there are no turns for it to have.
+    """
+    if tools.role != ToolsConfig().role and tokenizer.turn_between(tools.role) is None:
+        raise ValueError(f"tools.role = {tools.role}: has no effect with a tokenizer without a chat template; remove "
+                         "it, or name a template in data.chat_template")
+    return ObservationForm.of(tokenizer, tools.wrapper, tools.role, limit=tools.max_observation_tokens)
+
+
+def _turn_loop(config: Config, tokenizer: Tokenizer | None) -> TurnLoop | None:
+    """With its tools loaded; None without tools, or without the tokenizer that the run will miss."""
     tools = config.tools
     if tools.file is None:
         return None
-    form = ObservationForm.of(tokenizer, tools.wrapper, tools.role, limit=tools.max_observation_tokens)
-    return TurnLoop(ToolBox(tools.file, tools.call, timeout_s=tools.timeout_s), form, tokenizer, tools.max_turns,
-                    ends_at_error=tools.on_error is OnToolError.END)
+    gathering = Gathering()
+    toolbox = gathering.read(ToolBox, tools.file, tools.call, timeout_s=tools.timeout_s)
+    form = None
+    if tokenizer is not None:
+        form = gathering.read(_observation_form, tools, tokenizer)
+    gathering.finish()
+    if tokenizer is None or toolbox is None or form is None:
+        return None
+    return TurnLoop(toolbox, form, tokenizer, tools.max_turns, ends_at_error=tools.on_error is OnToolError.END)

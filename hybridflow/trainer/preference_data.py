@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybridflow.config.preference_schema import PreferenceConfig
 from hybridflow.config.schema import Config
 from hybridflow.config.words import DataSource
 from hybridflow.data.loader import TokenisedPrompt, fit_prompts, tokenise_prompts
@@ -41,10 +42,10 @@ def read_preferences(config: Config) -> PreferenceSplit:
         train, test = (preference_pairs(part, wrong, config.train.seed) for part in (records.train, records.test))
         return PreferenceSplit(train, test, records.test)
     file_format = FileFormat(data.source.value)
-    train, test = (read_preference_files(files, file_format, preference.margin_key)
-                   for files in (data.train_files, data.test_files))
+    (train, num_equal), (test, _) = (read_preference_files(files, file_format, preference.margin_key)
+                                     for files in (data.train_files, data.test_files))
     _require_apart(train, test)
-    return PreferenceSplit(train, test, held_out_records(test))
+    return PreferenceSplit(train, test, held_out_records(test), num_equal)
 
 
 def require_pairs(rows: Sequence[TextRow]) -> tuple[TextPreference, ...]:
@@ -67,6 +68,23 @@ def pair_rows(inputs: Inputs, rows: Sequence[TextRow]) -> PairRows:
 def label_rows(inputs: Inputs, rows: Sequence[TextRow]) -> LabelRows:
     """Tokenised answers; a pair is a good and a bad one. Raises ValueError as `LabelRows` does."""
     return LabelRows(as_labels(rows), inputs.tokenizer, _limits(inputs))
+
+
+def require_weighed(config: Config, rows: LabelRows) -> None:
+    """
+    Raises:
+        ValueError: a weight is set of answers that there are none of, or those that there are have the weight 0.
+    """
+    default = PreferenceConfig()
+    found = {rows.desirable[row] for row in rows.kept}
+    for name, label in (("desirable_weight", True), ("undesirable_weight", False)):
+        weight = vars(config.preference)[name]
+        if label not in found and weight != vars(default)[name]:
+            raise ValueError(f"preference.{name} = {weight}: has no effect, since no training row has the label "
+                             f"{str(label).lower()}; remove it")
+        if found == {label} and weight == 0:
+            raise ValueError(f"preference.{name} = 0: every training row has the label {str(label).lower()}, so that "
+                             "nothing is learned from; choose e.g. 1.0")
 
 
 def held_out_prompts(inputs: Inputs, split: PreferenceSplit) -> tuple[TokenisedPrompt, ...]:

@@ -29,6 +29,7 @@ from hybridflow.data.token_rows import Overlong
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.data.train_source import Loading, TrainSource, pair_loader, prompt_loader
 from hybridflow.exchange import share_json
+from hybridflow.gathering import Gathering
 from hybridflow.parallel.world import World
 
 FILES_DIFFER = ("check that data files are the same on every node, and set PYTHONHASHSEED=0 where a reasoning-gym task "
@@ -96,17 +97,23 @@ def read_records(config: Config) -> RunData:
     """Training and held-out rows. What is streamed is not read here, but for its files' ends and where rows lie.
 
     Raises:
-        ValueError: a file, a row, a task or its settings are not as they must be, or a held-out prompt is a training
-            prompt too.
+        ValueError: files, rows, tasks or their settings that are not as they must be, the first of each source; or a
+            held-out prompt that is a training prompt too.
     """
     data = config.data
     if data.source is DataSource.REASONING_GYM:
         split = build_reasoning_mix(_specs(data.tasks), data.size, data.test_size, config.train.seed,
                                     data.prompt_template, _specs(data.test_tasks))
         return RunData((TrainSource("tasks", 1.0, split.train),), split.test)
-    test = _read_tests(config)
-    one = data.source is not DataSource.MIXTURE
-    run = RunData(tuple([_files("files", 1.0, data.train_files, config)] if one else _mixture(config)), test)
+    gathering = Gathering()
+    test = gathering.read(_read_tests, config)
+    if data.source is DataSource.MIXTURE:
+        sources = _mixture(config, gathering)
+    else:
+        sources = [gathering.read(_files, "files", 1.0, data.train_files, config)]
+    gathering.finish()
+    assert test is not None
+    run = RunData(tuple(source for source in sources if source is not None), test)
     _require_apart(run.train, test)
     return run
 
@@ -134,15 +141,15 @@ def _files(name: str, weight: float, files: list[str], config: Config) -> TrainS
     return TrainSource(name, weight, files=RowFiles.open(files, only))
 
 
-def _mixture(config: Config) -> list[TrainSource]:
+def _mixture(config: Config, gathering: Gathering) -> list[TrainSource | None]:
     """Each source with a name of its own: its task's or its first file's, numbered where it is taken."""
-    sources: dict[str, TrainSource] = {}
+    sources: dict[str, TrainSource | None] = {}
     for source in config.data.mixture:
         first = name = _name(source)
         number = 1
         while name in sources:
             name = f"{first}_{(number := number + 1)}"
-        sources[name] = _mixed(name, source, config)
+        sources[name] = gathering.read(_mixed, name, source, config)
     return list(sources.values())
 
 

@@ -169,6 +169,7 @@ class RLTrainer:
             told[rank] = "; ".join(found) or "generation"
         return told
 
-    def batch_line(self) -> str:
-        """How every batch number of a step comes about."""
-        return BatchMath.of(self.config, self.world.size).line()
+    def batch_lines(self) -> list[str]:
+        """How every batch number of a step comes about, and whether the updates of a step are alike."""
+        math = BatchMath.of(self.config, self.world.size)
+        return list(filter(None, (math.line(), math.uneven_line())))

@@ -63,7 +63,7 @@ class SafeRlhf(Dataflow):
         with self.timer.phase(Phase.REWARD):
             scores, metrics = judgement.result(crew)
         board.said |= of_costs(metrics | score_moments(scores)) | {"cost/multiplier": self.bound.multiplier.value}
-        board.trouble = board.trouble or roles.costs.last_fault
+        board.trouble = "; ".join(filter(None, (board.trouble, roles.costs.last_fault))) or None
         costs = Costs(scores, values, self.bound.multiplier.value)
         batch, cost_batch, estimated = self.advantages.with_costs(batch, crew, costs)
         board.said |= estimated

@@ -21,23 +21,8 @@ def bounded_log_prob(log_probs, columns, rows, clip):
     return loss, {"policy_loss": loss.detach().double()}
 
 
-def returns_a_tensor(rewarded, options):
-    """What an estimator must not do."""
-    return rewarded.token_rewards
-
-
-def one_too_few(rewarded, options):
-    """Nor this."""
-    return Estimate(rewarded.token_rewards[1:])
-
-
-def not_finite(rewarded, options):
-    """Nor this."""
-    return Estimate(rewarded.token_rewards / 0.0 * 0.0)
-
-
 def takes_one(rewarded):
-    """Nor this."""
+    """What an estimator must not take."""
 
 
 NOT_A_FUNCTION = 3

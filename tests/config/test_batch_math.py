@@ -35,6 +35,10 @@ def test_a_short_last_update_and_a_ragged_share_are_told():
                      micro_batching=MicroBatching(rows=1))
     assert (math.updates_per_step, math.last_update, math.rollouts_per_replica, math.micro_batches) == (2, 4, 2, 2)
     assert "(the last has 4)" in math.line()
+    assert math.uneven_line() == (
+        "The last update of each pass over the rollouts learns from 4 of them, the others from 6, since "
+        "train.global_batch_size 6 does not divide 10; 5 and 10 do.")
+    assert BatchMath(10, 1, 5, 4, MicroBatching(rows=1)).uneven_line() is None
 
 
 def test_what_not_all_have_is_said_to_be_the_most():

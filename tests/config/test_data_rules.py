@@ -16,8 +16,12 @@ MIXED = ["data.source=mixture", "reward.function=a.py:f"]
     ("[{task: gcd}, {task: gcd, files: [a]}]", "data.mixture[1]"),
     ("[{task: gcd, weight: 0}]", "data.mixture[0].weight"),
     ("[{files: [a], weight: .inf}]", "data.mixture[0].weight"),
+    ("[{task: gcd, weight: 1e308}]", "data.mixture[0].weight"),
+    ("[{task: gcd, weight: 1e-320}]", "data.mixture[0].weight"),
     ("[{task: gcd, size: 0}]", "data.mixture[0].size"),
+    ("[{task: gcd, size: 4000000000}]", "data.mixture[0].size"),
     ("[{files: [a], template: x}]", "data.mixture[0].template"),
+    ("[{files: [a], size: 5}]", "data.mixture[0].size"),
     ("[{files: [a], config: {x: 1}}]", "data.mixture[0].config"),
 ])
 def test_a_source_of_a_mixture_is_files_or_a_task(mixture, key):
@@ -44,6 +48,21 @@ def test_a_mixture_needs_a_judge_for_its_files_and_prompts_to_answer():
     assert set(faults(1, judged, "data.prompt_template=x", "data.test_size=5",
                       tree={"data": {"source": "mixture", "mixture": [{"files": ["a"]}]}, "model": {"path": "b"}})) == {
         "data.prompt_template", "data.test_size"}
+
+
+def test_evaluation_needs_held_out_prompts():
+    tree = {"model": {"path": "folder"}, "data": {"source": "jsonl", "train_files": ["a"]}}
+    asked = ("reward.function=a.py:f", "evaluation={every_steps: 3, prompts: 5, temperature: 1.0}")
+    keys = {"evaluation.every_steps", "evaluation.prompts", "evaluation.temperature"}
+    assert set(faults(1, *asked, tree=tree)) == keys
+    assert faults(1, *asked, "data.test_files=[b]", tree=tree) == {}
+    assert faults(1, asked[0], "evaluation.every_steps=null", tree=tree) == {}
+    mixed = {"model": {"path": "folder"}, "data": {"source": "mixture", "mixture": [{"task": "gcd"}]}}
+    assert set(faults(1, asked[1], tree=mixed)) == keys
+    few = ("data.test_tasks=[{name: gcd}]", "data.test_size=4")
+    assert "choose 4 or less" in faults(1, asked[1], *few, tree=mixed)["evaluation.prompts"]
+    assert faults(1, asked[1], *few, "data.test_files=[b]", tree=mixed) == {}
+    assert "sft.stop_at_accuracy" in faults(1, "sft.stop_at_accuracy=0.5", tree=tree, command=Command.SFT)
 
 
 def test_streaming_is_of_files():

@@ -54,11 +54,13 @@ def test_sft_may_be_judged_by_a_reward_model_or_function():
                    command=Command.SFT) == {"model.reward_model.path", "reward.function"}
 
 
-def test_reward_functions(tmp_path):
+def test_reward_functions(tmp_path, monkeypatch):
     file = tmp_path / "score.py"
     file.write_text("")
     tokenizer = f"model.tokenizer={file}"
     assert missing(tokenizer, f"reward.function={file}:score") == set()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert missing(tokenizer, "reward.function='~/score.py:score'") == set()
     for wrong in ("score", "score.py", f"{file}:", f"{file}:a b", f"{tmp_path}/none.py:score"):
         assert missing(tokenizer, f"reward.function='{wrong}'") == {"reward.function"}, wrong
 

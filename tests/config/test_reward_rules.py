@@ -49,6 +49,9 @@ def test_a_mixture():
     found = faults(f"reward.mixture=[{both}]")
     assert set(found) == {"reward.mixture[0]", "reward.mixture[1].name", "reward.mixture[1].weight",
                           "reward.mixture[1]", "reward.mixture[2]"}
+    for weight in ("1e308", "-1e7"):
+        found = faults(f"reward.mixture=[{RIGHT}, {{name: x, weight: {weight}, function: a.py:f}}]")
+        assert set(found) == {"reward.mixture[1].weight"}
     twice = faults(f"reward.mixture=[{RIGHT}, {RIGHT}]")
     assert set(twice) == {"reward.mixture[0].name", "reward.mixture[1].name"}
     assert "reward.mixture" in faults("reward.mixture=[{name: x, weight: 0, function: a.py:f}]")

@@ -9,21 +9,24 @@ from tests.config.test_validate import faults
 
 # --- bounds: each key of the table is refused outside and accepted at an edge -------------------------------------
 
-OUTSIDE = {"must be at least 1": 0, "must be at least 2": 1,
+OUTSIDE = {"must lie in [1, 1e9]": (0, 4_000_000_000), "must lie in [1, 1024]": 2000, "must lie in [1, 1e6]": 1e-9,
+           "must lie in [1, 10000000]": (0, 4_000_000_000), "must lie in [0, 10000000]": 4_000_000_000,
+           "must lie in [0.001, 1e6]": 1e7, "must be at least 2": 1,
            "must not be negative": -1, "must be a finite number that is not negative": -0.5,
            "must be a finite number above 0": 0, "must be a finite number of at least 1": 0.5, "must be above 1": 1,
            "must lie in [1, 2^32]": 0.5, "must lie in [0.001, 1000]": 0, "must be a finite number": ".inf",
            "must lie in [1, 256]": 257, "must lie in [0, 1]": 1.5,
-           "must lie in [0, 0.5)": 0.5, "must lie in (0, 1]": 0, "must lie in (0, 1e6]": 1e7,
+           "must lie in [0, 0.5)": 0.5, "must lie in (0, 1]": 0,
            "must be two numbers in [0, 1)": "[0.9]",
            "must be 0 (greedy) or lie in [1e-6, 1e6]": 1e-9, "must lie in [1e-6, 1e6]": 0,
            "weights are split by tensor and pipeline parallelism here, not by ZeRO": 3,
            "is no accuracy that can be reached": 1.5, "is too small for a vocabulary": 5}
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, OUTSIDE[bound.rule]) for bound in BOUNDS for key in bound.keys])
-def test_bounds(key, value):
-    assert key in faults(1, f"{key}={value}")
+@pytest.mark.parametrize(("key", "outside"), [(key, OUTSIDE[bound.rule]) for bound in BOUNDS for key in bound.keys])
+def test_bounds(key, outside):
+    for value in outside if isinstance(outside, tuple) else (outside,):
+        assert key in faults(1, f"{key}={value}")
 
 
 def test_infinite_and_nan_rates_are_refused():
@@ -86,6 +89,7 @@ SET = {
     "data.streaming": "data.streaming=true",
     "data.shuffle_buffer": "data.shuffle_buffer=5",
     "evaluation.samples_per_prompt": "evaluation={every_steps: null, samples_per_prompt: 4, temperature: 1.0}",
+    "evaluation": "evaluation.prompts=5",
     "evaluation.temperature": "evaluation.temperature=0.5", "evaluation.save_answers": "evaluation.save_answers=true",
     "evaluation.top_k": "evaluation.top_k=5", "evaluation.top_p": "evaluation.top_p=0.5",
     "evaluation.min_p": "evaluation.min_p=0.5",
@@ -104,7 +108,7 @@ CONDITIONS = [
     ["data.source=mixture", "data.mixture=[{task: chain_sum}]"],
     ["data.source=mixture", "data.mixture=[{task: chain_sum}]"],
     ["data.source=mixture", "data.mixture=[{files: [a]}]", "reward.function=a.py:f"], [], [], [],
-    ["evaluation.every_steps=null"], [],
+    ["evaluation.every_steps=null"], ["data.source=jsonl", "data.train_files=[a]", "reward.function=a.py:f"], [],
     [], [], ["train.micro_batch_tokens=512"], ["train.micro_batch_tokens=512"],
     ["train.forward_micro_batch_tokens=512"], [], [],
 ]

@@ -90,8 +90,8 @@ def test_faults_name_row_key_and_rule(row, message):
 def test_margins():
     row = {"prompt": "a", "chosen": "5", "rejected": "6", "gap": 2}
     assert parse_preference(row, "f", "gap").margin == 2.0 and parse_preference(row, "f").margin == 0.0
-    for wrong in ({"gap": "2"}, {"gap": float("nan")}, {"gap": None}):
-        with pytest.raises(ValueError, match=r"key 'gap' \(preference.margin_key\) must be a finite number"):
+    for wrong in ({"gap": "2"}, {"gap": float("nan")}, {"gap": None}, {"gap": 1e300}, {"gap": 10**400}):
+        with pytest.raises(ValueError, match=r"key 'gap' \(preference.margin_key\) must be a number in"):
             parse_preference(row | wrong, "f", "gap")
     with pytest.raises(ValueError, match="of which the margin is"):
         parse_preference({"prompt": "a", "completion": "5", "label": True}, "f", "gap")
@@ -104,6 +104,8 @@ def test_files_of_both_formats_give_the_same_rows_and_equal_answers_are_left_out
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     found = [read_preference_files([str(tmp_path / f"a.{kind.value}")], kind, "gap") for kind in FileFormat]
+    assert [num_equal for _, num_equal in found] == [1, 1]
+    found = [rows for rows, _ in found]
     for rows in found:
         assert [(row.prompt, row.chosen, row.rejected, row.margin) for row in rows] == [
             ("2+3", "5", "6", 1.5), ("1+3", "4", "", 0.5)]

@@ -103,6 +103,19 @@ def test_summary_speaks_of_trouble():
     assert "and generation and training log-probs differed by 3.0e-06 at most." in words
 
 
+def test_summary_counts_failed_tools_and_costs():
+    rows = [row | {"rollout/tool_calls": 4.0, "rollout/tool_faults": 1.0, "cost/faults_raised": 2.0}
+            for row in records(3)]
+    assert summarise(rows).endswith("Look into this: rollouts that the cost function failed on: 6; calls of tools that "
+                                    "failed: 3 of 12.")
+
+
+def test_phases_that_overlap_are_no_shares_of_a_whole():
+    rows = [row | {"time/generate": 2.5, "time/update_actor": 1.0} for row in records(3)]
+    assert ("Ranks worked side by side; of a step's time they were busy with generate 100%, update actor 50%."
+            in summarise(rows))
+
+
 def test_summary_of_little():
     assert summarise([]) == "No step was finished."
     assert summarise([{"step": 1, "reward/mean": 0.5}]) == "The run made 1 step. Mean reward was 0.500."

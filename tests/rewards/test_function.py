@@ -147,7 +147,7 @@ def test_a_function_that_does_not_fit_is_refused_at_load(name, message):
 
 @pytest.mark.parametrize("spec", ["file.py", "file:score", "file.py:", "file.py:not a name", ""])
 def test_the_form_of_the_spec(spec):
-    with pytest.raises(ValueError, match="must be file.py:function"):
+    with pytest.raises(ValueError, match="is not file.py:function"):
         RewardFunction.load(spec, timeout_s=1.0)
 
 

@@ -54,6 +54,18 @@ def test_a_reward_whose_policy_is_error_ends_the_run_with_one_message(runs: Path
                     "score is nan")
 
 
+def test_a_users_loss_that_is_not_finite_ends_the_run_with_one_message(runs: Path, tmp_path: Path, capfd):
+    own = tmp_path / "own.py"
+    own.write_text("def loss(log_probs, columns, rows, clip):\n"
+                   "    total = (columns.weight * log_probs).sum() * (float('nan') if rows.count > 2 else 1.0)\n"
+                   "    return total, {'policy_loss': total.detach().double()}\n")
+    assert main(["train", str(runs / "ppo" / "config.yaml"), f"logging.dir={tmp_path}", "logging.trace_step=null",
+                 f"algorithm.policy_loss={own}:loss", "evaluation.every_steps=null"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"algorithm.policy_loss = {own}:loss: returned the loss nan for "), said
+    assert "Traceback" not in said
+
+
 def test_a_run_leaves_metrics_samples_curve_trace_and_config(runs: Path):
     records = read_metrics(runs / "ppo" / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]

@@ -8,13 +8,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hybridflow.config.tools_schema import ToolsConfig
+from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.kernels.native_build import Unavailable
 from hybridflow.models.config import Head, ModelConfig
 from hybridflow.models.weights import canonical_shapes
 from hybridflow.response_text import ResponseEnds
 from hybridflow.trainer import inputs
-from hybridflow.trainer.inputs import require_cache, require_invariance, require_vllm, require_weights, response_ends
+from hybridflow.trainer.inputs import (
+    _observation_form,
+    require_cache,
+    require_invariance,
+    require_vllm,
+    response_ends,
+)
+from hybridflow.trainer.model_folders import require_weights
 from tests.config.builders import config
+from tests.data.test_huggingface import write_folder
 
 SHAPE = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
          "num_attention_heads": 4}
@@ -76,6 +86,15 @@ def test_vllm_must_be_there_and_know_texts(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot import vLLM"):
         require_vllm(asked, ResponseEnds((2,), ("ab",)))
+
+
+def test_a_role_of_tools_needs_a_template_with_turns(tmp_path: Path):
+    write_folder(tmp_path, template=None)
+    with pytest.raises(ValueError, match="tools.role = user: has no effect with a tokenizer without a chat template"):
+        _observation_form(ToolsConfig(role="user"), open_tokenizer(tmp_path))
+    assert _observation_form(ToolsConfig(), open_tokenizer(tmp_path)).head
+    write_folder(tmp_path)
+    assert _observation_form(ToolsConfig(role="user"), open_tokenizer(tmp_path)).head
 
 
 def test_the_same_bits_need_a_cpu_with_a_compiler(monkeypatch: pytest.MonkeyPatch):

@@ -106,19 +106,20 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 PAIRS = [{"prompt": f"{i} + 1 = ", "chosen": str(i + 1), "rejected": str(i) * (i + 1), "gap": i} for i in range(12)]
 LABELS = [{"prompt": f"{i} + 9 = ", "completion": str(i), "label": i % 3 == 0} for i in range(9)]
+EQUAL = {"prompt": "0 + 0 = ", "chosen": "0", "rejected": "0"}
 FILES = ("data.source=jsonl", "data.tasks=[{name: chain_sum}]", "data.size=4096", "data.test_size=256",
          "preference.rejected=other")
 
 
 def test_files_of_pairs_and_of_labels(tmp_path, tokenizer, capsys):
     train, test = write(tmp_path / "train.jsonl", PAIRS[:8]), write(tmp_path / "test.jsonl", PAIRS[8:])
-    mixed = write(tmp_path / "mixed.jsonl", [*PAIRS[:4], *LABELS])
+    mixed = write(tmp_path / "mixed.jsonl", [*PAIRS[:4], *LABELS, EQUAL])
     files = (*FILES, f"data.test_files=[{test}]", "checkpoint.export_at_end=false", "preference.steps=1")
     for command, file, keys in (("reward_model", train, ["preference.margin_key=gap"]),
                                 ("kto", mixed, ["train.global_batch_size=5"])):
         records = run(command, tmp_path / command, tokenizer, *files, f"data.train_files=[{file}]", *keys)
         assert "eval/preference_accuracy" in records[0] and "eval/accuracy" not in records[0]  # nothing judges
-    capsys.readouterr()
+    assert capsys.readouterr().out.count("1 training pair of equal answers says nothing and was left out.") == 1
     for file, message in ((mixed, "mixed.jsonl row 5: keys 'chosen' and 'rejected' are missing"),
                           (test, "4 of 4 training rows have a held-out prompt")):
         assert main(["dpo", "configs/dpo_tiny.yaml", *SMALL, *files, f"model.tokenizer={tokenizer}",

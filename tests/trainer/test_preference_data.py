@@ -8,8 +8,11 @@ import torch
 
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import Config
-from hybridflow.trainer.preference_data import read_preferences
+from hybridflow.data.preference import LabelRows, Limits, TextLabel
+from hybridflow.data.token_rows import Overlong
+from hybridflow.trainer.preference_data import read_preferences, require_weighed
 from hybridflow.trainer.preference_objective import bradley_terry_objective, dpo_objective, kto_objective
+from tests.data.characters import CharacterTokenizer
 
 ZERO = torch.zeros(())
 OBJECTIVES = {"dpo": dpo_objective, "kto": lambda config: kto_objective(config, ZERO),
@@ -38,6 +41,23 @@ def test_wrong_answers_are_made_as_the_config_says():
     assert perturbed.train != seeded.train
     assert [record.prompt for record in other.prompts] == [row.prompt for row in other.test]
     assert not {row.prompt for row in other.train} & {row.prompt for row in other.test}
+
+
+@pytest.mark.parametrize(("labels", "keys", "told"), [
+    ([True, True], ["undesirable_weight=2"], "undesirable_weight = 2.0: has no effect, since no training row"),
+    ([False], ["desirable_weight=0"], "desirable_weight = 0.0: has no effect"),
+    ([False], ["undesirable_weight=0"], "undesirable_weight = 0: every training row has the label false"),
+    ([True, False], ["desirable_weight=0", "undesirable_weight=2"], None),
+    ([True], ["desirable_weight=2"], None),
+])
+def test_weights_of_labels_are_of_rows_that_there_are(labels: list[bool], keys: list[str], told: str | None):
+    config = load_config({}, [f"preference.{key}" for key in keys])
+    limits = Limits(8, 8, Overlong.ERROR, 128)
+    rows = LabelRows([TextLabel("ab", "c", label) for label in labels], CharacterTokenizer(), limits)
+    if told is None:
+        return require_weighed(config, rows)
+    with pytest.raises(ValueError, match=f"^preference.{told}"):
+        require_weighed(config, rows)
 
 
 def test_margins_and_held_out_prompts_come_from_files(tmp_path: Path):

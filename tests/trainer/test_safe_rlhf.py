@@ -69,6 +69,16 @@ def test_the_multiplier_follows_the_cost(tokenizer: Path, tmp_path: Path):
         assert (second["cost/multiplier"] > 0.5) is rises
 
 
+def test_a_failing_cost_function_is_told_as_such(tokenizer: Path, tmp_path: Path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("def cost(data_source, solution_str, ground_truth, extra_info):\n    raise ValueError('no')\n")
+    config = tiny_config(tokenizer, tmp_path, (*KEYS, f"cost.function={broken}:cost"))
+    trainer = RLTrainer(Inputs.read(config), World.single(torch.device("cpu")))
+    trainer.step(next(training_prompts(config, read_records(config), trainer.tokenizer, trainer.model.vocab_size)))
+    trainer.close()
+    assert trainer.trouble.startswith("18 of 18 costs failed (18 raised); first: row 0"), trainer.trouble
+
+
 def test_every_key_changes_the_step(tokenizer: Path, tmp_path: Path):
     plain = alone(tokenizer, tmp_path)
     for keys in (("algorithm.safe.multiplier=2.0",), PTX):

@@ -75,11 +75,13 @@ def _earliest(ranks: Sequence[dict[str, Any]], name: str) -> Sequence[Any] | Non
     return min((fact for facts in ranks for fact in facts[name]), key=lambda fact: fact[0], default=None)
 
 
-def sentence(told: Told, num_rows: int, part: str) -> str | None:
-    """On the faults of a part (its name, "" if it is the only one); None if there are none."""
+def sentence(told: Told, num_rows: int, part: str, judged: str) -> str | None:
+    """On the faults of a part (its name, "" if it is the only one) that should have given each row a reward, or what
+    `judged` calls it; None if there are none.
+    """
     if told.first is None:
         return None
-    return _prefix(part) + fault_sentence(told.faults, num_rows, *told.first)
+    return _prefix(part) + fault_sentence(told.faults, num_rows, *told.first, judged=judged)
 
 
 def require_going_on(told: Told, part: str) -> None:

@@ -69,8 +69,9 @@ class Rewards:
             Where parts name a thing alike, it is the first part's.
     """
 
-    def __init__(self, parts: Sequence[WeightedPart]) -> None:
-        self.parts = tuple(parts)
+    def __init__(self, parts: Sequence[WeightedPart], judged: str = "reward") -> None:
+        """`judged`: what a row is given, in messages."""
+        self.parts, self.judged = tuple(parts), judged
         self.right_score = parts[0].scorer.right_score if len(parts) == 1 else None
         self.last_fault: str | None = None
         self.last_extras: Mapping[int, Mapping[str, Any]] = {}
@@ -142,7 +143,8 @@ class Judgement:
         told = tell(crew, asked, answers, [part.policy for part in parts])
         for part, facts in zip(parts, told):
             require_going_on(facts, part.name)
-        sentences = [sentence(facts, len(rows.rows), part.name) for part, facts, rows in zip(parts, told, asked)]
+        sentences = [sentence(facts, len(rows.rows), part.name, self._rewards.judged)
+                     for part, facts, rows in zip(parts, told, asked)]
         self._rewards.last_fault = "; ".join(filter(None, sentences)) or None
         self._rewards.last_extras = _extras(answers)
         by_part = self._table(answers, crew)

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from hybridflow.config.load import load_config
 from hybridflow.rewards.records import FaultKind, RewardRequest, RowFault
 from hybridflow.trainer.rewards.inputs import RewardInput, read_rewards
+from tests.models.tiny_classifiers import deberta, gpt2
 from tests.trainer.rewards.batches import Letters
 
 FOLDER = Path(__file__).parents[2] / "rewards"
@@ -38,6 +41,21 @@ def test_workers_and_batches():
     assert outcomes(part, "a", "b")[0] == [1.0, 1.0]
     (part,) = parts(f"reward.function={FOLDER}/signatures.py:anything")
     assert outcomes(part, "a", "b")[0] == [0.25, 0.25]
+
+
+def test_keys_that_no_scorer_reads(tmp_path: Path):
+    lists, single = (f"{FOLDER}/signatures.py:anything", f"{FOLDER}/functions.py:score")
+    with pytest.raises(ValueError, match="reward.workers = 2: has no effect with a function that takes lists"):
+        parts(f"reward.function={lists}", "reward.batched=true", "reward.workers=2")
+    with pytest.raises(ValueError, match="reward.workers = 2: has no effect"):  # its signature says so
+        parts(f"reward.function={FOLDER}/signatures.py:compute_score_batched", "reward.workers=2")
+    for part in parts(f"reward.mixture=[{{name: a, function: '{FOLDER}/signatures.py:compute_score_batched'}}, "
+                      f"{{name: b, function: '{single}'}}]", "reward.workers=2"):
+        part.scorer.close()
+    keys = ("model.reward_model.micro_batch_size=2", "reward.function=null")
+    with pytest.raises(ValueError, match="reward_model.micro_batch_size = 2: has no effect with .*gpt2, whose token"):
+        parts(f"model.reward_model.path={gpt2(tmp_path / 'gpt2')}", *keys)
+    assert len(parts(f"model.reward_model.path={deberta(tmp_path / 'deberta')}", *keys)) == 1
 
 
 def test_parts_of_a_mixture():

@@ -15,7 +15,8 @@ from hybridflow.data.tokenizer_match import same_tokenizer
 from hybridflow.observe.metric_names import check_names
 from hybridflow.parallel.world import World
 from hybridflow.response_text import answer_text
-from hybridflow.trainer.inputs import Inputs, require_vocabulary
+from hybridflow.trainer.inputs import Inputs
+from hybridflow.trainer.model_folders import require_vocabulary
 from hybridflow.trainer.prompts import read_records, training_prompts
 from hybridflow.trainer.rl import RLTrainer
 from tests.data.test_huggingface import write_folder
