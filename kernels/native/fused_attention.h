@@ -48,6 +48,11 @@ public:
         long longest = 0;
         for (long i = 1; i < count; ++i) longest = std::max(longest, segments[i].length);
         long keys = root_ + longest + kSpare, rows = (tokens_together_ * group_ + kBlock - 1) / kBlock * kBlock;
+        tokens_of_queries_.resize(rows);
+        for (long row = 0, left = group_, token = 0; row < rows; ++row, --left) {
+            if (left == 0) left = group_, ++token;
+            tokens_of_queries_[row] = Int<C>(token);
+        }
         queries_together_ = keys * kBlock <= kScores ? kBlock : kFewer;
         long used = 0;
         auto take = [&](long numbers) { return std::exchange(used, used + in_lines(numbers)); };
@@ -108,18 +113,19 @@ private:
         return (C*)((uintptr_t(room.data()) + 63) / 64 * 64);
     }
 
-    // Of query `row` of the block: its token in the segment, and how many keys it sees.
-    long token_of(long row) const { return (first_ + row) / group_; }
-    long seen_by(long row) const { return base_ + token_of(row) + 1; }
+    // The last key that query `row` of the block sees: divided beforehand, a hundredth of attention.
+    long last_seen_by(long row) const { return all_before_ + own_[row]; }
     // The first query of the block that sees a key.
-    long first_that_sees(long key) const { return std::max<long>(0, (key - base_) * group_ - first_); }
+    long first_that_sees(long key) const { return std::max<long>(0, (key - all_before_) * group_ - first_); }
 
     // Some tokens of the segment from `first` on: their queries, and keys for all that follow.
     void tokens(long first, long count) {
+        all_before_ = base_ + first;
         for (long i = 0; i < count; ++i) load_token(first + i, i * group_);
         for (long head = 0; head < heads_; ++head)
             for (long row = 0; row < count * group_; row += queries_together_) {
-                first_ = first * group_ + row, queries_ = std::min(queries_together_, count * group_ - row);
+                first_ = row, queries_ = std::min(queries_together_, count * group_ - row);
+                own_ = tokens_of_queries_.data() + row;
                 point_to(room_ + head * head_.size, row);
                 backward_ ? backward_block() : block();
             }
@@ -237,12 +243,17 @@ private:
         }
     }
 
+    // How many keys a panel's last query sees.
+    template <int V> long seen_by_panel(long panel) const {
+        return last_seen_by(std::min(panel + V * kLanes<C>, queries_) - 1) + 1;
+    }
+
     // One panel of scores of the block with `seen` keys: finish(key, v, sum, sees) for each vector v of each key, at
     // `sees` its lanes that see the key: null where all do.
     template <int V, class Finish>
     __attribute__((always_inline)) void scores(const C* rows, const C* columns, long panel, Finish&& finish) const {
         constexpr int R = std::min(kSums / V, 12);
-        long all_see = seen_by(panel), seen = seen_by(std::min(panel + V * kLanes<C>, queries_) - 1), key = 0;
+        long all_see = last_seen_by(panel) + 1, seen = seen_by_panel<V>(panel), key = 0;
         for (; key + R <= all_see; key += R) {
             Vector<C> sums[R][V] = {};
             add_product<C, R, V>(rows + key * width_, width_, 1, columns + panel, kBlock, dim_, sums);
@@ -252,7 +263,8 @@ private:
                 for (int v = 0; v < V; ++v) finish(key + r, v, sums[r][v], std::false_type(), IntVector<C>{});
         }
         IntVector<C> last[V];
-        for (int i = 0; i < V * kLanes<C>; ++i) last[i / kLanes<C>][i % kLanes<C>] = seen_by(panel + i) - 1;
+        for (int v = 0; v < V; ++v)
+            last[v] = load<IntVector<C>>(own_ + panel + v * kLanes<C>) + Int<C>(all_before_);
         for (; key < seen; key += R) {
             Vector<C> sums[R][V] = {};
             add_product<C, R, V>(rows + key * width_, width_, 1, columns + panel, kBlock, dim_, sums);
@@ -276,7 +288,7 @@ private:
 
     // Rows of a panel from key `seen` on, as far as a tile of the block's products may reach.
     template <int V> void clear_unseen(C* scores, long seen) const {
-        long end = seen_by(queries_ - 1) + kRowsTogether - 1;
+        long end = last_seen_by(queries_ - 1) + kRowsTogether;
         for (long key = seen; key < end; ++key)
             for (int v = 0; v < V; ++v) store(scores + key * kBlock + v * kLanes<C>, Vector<C>{});
     }
@@ -291,7 +303,7 @@ private:
             store(to + key * kBlock + v * kLanes<C>, s);
             top[v] = s > top[v] ? s : top[v];
         });
-        long seen = seen_by(std::min(panel + V * kLanes<C>, queries_) - 1);
+        long seen = seen_by_panel<V>(panel);
         for (long key = 0; key < seen; ++key)
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) {
@@ -310,13 +322,13 @@ private:
     // to [queries, width] = the sum over keys of weights [keys, queries] times rows [keys, width].
     void over_keys(const C* weights, const C* rows, C* to) const {
         for (long row = 0; row < queries_; row += kRowsTogether) {
-            long seen = seen_by(std::min<long>(row + kRowsTogether, queries_) - 1);
+            long seen = last_seen_by(std::min<long>(row + kRowsTogether, queries_) - 1) + 1;
             product_rows<C, false>(weights + row, 1, kBlock, rows, to + row * width_, width_, seen);
         }
     }
     // to [keys, width] += the sum over queries.
     void add_over_queries(const C* weights, const C* rows, C* to) const {
-        for (long key = 0; key < seen_by(queries_ - 1); key += kRowsTogether) {
+        for (long key = 0; key <= last_seen_by(queries_ - 1); key += kRowsTogether) {
             long from = first_that_sees(key);
             product_rows<C, true>(weights + key * kBlock + from, kBlock, 1, rows + from * width_, to + key * width_,
                                   width_, queries_ - from);
@@ -347,7 +359,7 @@ private:
             dots[v] += g * load<Vector<C>>(weights + key * kBlock + v * kLanes<C>);
         });
         for (int v = 0; v < V; ++v) dots[v] *= load<Vector<C>>(inverse_sums_ + panel + v * kLanes<C>);
-        long seen = seen_by(std::min(panel + V * kLanes<C>, queries_) - 1);
+        long seen = seen_by_panel<V>(panel);
         for (long key = 0; key < seen; ++key)
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) {
@@ -375,9 +387,11 @@ private:
     bool backward_;
     long group_, dim_, width_, root_, tokens_together_, queries_together_, heads_together_;
     HeadRoom head_{};
-    // Where run() is: kv heads in the scratch; a segment's first token and the keys before it; a block's first query in
-    // the segment and size, and what it has of its head's room.
-    long heads_, start_, base_, first_, queries_;
+    std::vector<Int<C>> tokens_of_queries_;  // of tokens that are together
+    // Where run() is: kv heads in the scratch; a segment's first token and the keys before it; all keys before the
+    // tokens that are together; a block's first query among theirs and size, and what it has of its head's room.
+    long heads_, start_, base_, all_before_, first_, queries_;
+    const Int<C>* own_;
     C *k_, *v_, *grad_k_, *grad_v_, *q_, *grad_o_, *peaks_, *inverse_sums_;
     C *room_, *scores_, *grad_scores_, *q_columns_, *grad_o_columns_;  // scores [keys, block], columns [width, block]
 };
