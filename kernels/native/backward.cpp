@@ -27,14 +27,20 @@ template <class Run> void with_compute(int code, Run&& run) {
     else run(float());
 }
 
+// Families are shared out, and where they are few beside the threads, the kv heads of each in some parts.
 template <class T>
-void for_families(const Projection<T>& all, const int64_t* segments, const int64_t* ends, long families, bool backward) {
+void for_families(const Projection<T>& all, const int64_t* segments, const int64_t* ends, long families,
+                  bool backward) {
     static_assert(sizeof(Segment) == 2 * sizeof(int64_t));
+    const long threads = team().size(), wanted = threads == 1 ? 1 : (4 * threads + families - 1) / families;
+    const long parts = std::min(all.kv_heads, wanted);
     std::atomic<long> next{0};
     team().run([&](int) {
-        for (long task; (task = next.fetch_add(1)) < families * all.kv_heads;) {
-            long family = task / all.kv_heads, first = family ? ends[family - 1] : 0;
-            FamilyHead<T>(all, (const Segment*)segments + first, ends[family] - first, task % all.kv_heads, backward).run();
+        for (long task; (task = next.fetch_add(1)) < families * parts;) {
+            const long family = task / parts, first = family ? ends[family - 1] : 0;
+            const Share heads = share_of(all.kv_heads, int(task % parts), int(parts));
+            FamilyHeads<T>(all, (const Segment*)segments + first, ends[family] - first, heads.first, heads.last,
+                           backward).run();
         }
     });
 }
