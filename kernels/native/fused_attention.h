@@ -44,7 +44,7 @@ public:
                 bool backward)
         : all_(all), segments_(segments), count_(count), kv_(kv_first), kv_last_(kv_last), backward_(backward),
           group_(all.heads / all.kv_heads), dim_(all.head_dim), width_(padded<C>(all.head_dim)),
-          root_(segments[0].length), tokens_together_(std::max<long>(1, kBlock / group_)) {
+          root_(segments[0].length), tokens_together_(std::max<long>(1, 2 * kBlock / group_)) {
         long longest = 0;
         for (long i = 1; i < count; ++i) longest = std::max(longest, segments[i].length);
         long keys = root_ + longest + kSpare, rows = (tokens_together_ * group_ + kBlock - 1) / kBlock * kBlock;
