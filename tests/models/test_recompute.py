@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.bench.live_bytes import LiveBytes
-from hybridflow.kernels import native_backward
+from hybridflow.kernels import native_backward, products
 from hybridflow.kernels.native_build import Unavailable
 from hybridflow.micro_batch import MicroBatch, Sample
 from hybridflow.models.config import Family, Head, ModelConfig
@@ -122,6 +122,7 @@ def test_weight_gradients_of_their_own(recompute):
 def test_selective_repeats_no_product(with_weight_grads, rows, calls_a_layer, monkeypatch):
     """Neither matrix products nor attention run twice; a full recomputation runs all but nothing behind `down`."""
     monkeypatch.setattr(native_backward, "native_library", lambda: Unavailable("torch's calls are counted here"))
+    monkeypatch.setattr(products, "native_gains", lambda: False)
     counts = {}
     for recompute in Recompute:
         stage = build(recompute=recompute)
@@ -136,8 +137,8 @@ def test_selective_repeats_no_product(with_weight_grads, rows, calls_a_layer, mo
             ("mm", "addmm"), ("_scaled_dot_product_flash_attention_for_cpu", ""), ("silu", ""))]
     none, selective, full = counts.values()
     assert selective[:2] == none[:2] and selective[2] == none[2] + 4
-    products = 4 if with_weight_grads else 3  # torch's own product is not run to learn that its input is there
-    assert full == [none[0] + 4 * products, none[1] + 4 * calls_a_layer, none[2] + 4]
+    repeated = 4 if with_weight_grads else 3  # torch's own product is not run to learn that its input is there
+    assert full == [none[0] + 4 * repeated, none[1] + 4 * calls_a_layer, none[2] + 4]
 
 
 def test_nothing_is_wrapped_without_a_gradient(monkeypatch):
