@@ -73,9 +73,10 @@ def explained(results: Sequence[Result], options: Options, seconds: float) -> st
         f"A step: {case.PROMPTS} prompts of {case.PROMPT_TOKENS} tokens, {case.SAMPLES} responses of {case.NEW_TOKENS} "
         "to each (nothing ends them), a reward of each, one update on all of them at once; a Llama of 8 million "
         "parameters in fp32. GRPO has no reference; PPO trains policy and critic and has one.",
-        f"{options.threads} threads each; {options.rounds} steps of each in turns behind one to warm up. Seconds are "
-        "of CPU time, medians; \"least\" is that of the fastest step. What is neither generation nor scoring is the "
-        "update. How many times as long TRL takes is the median over the rounds, each a step of both side by side.",
+        f"{options.threads} threads each; {options.rounds} steps of each in turns, each behind one that is not "
+        "counted, as in training a step follows a step. Seconds are of CPU time, medians; \"least\" is that of the "
+        "fastest step. What is neither generation nor scoring is the update. How many times as long TRL takes is the "
+        "median over the rounds, each a step of both side by side.",
         "Floor: the operations of products that a step needs at least (a shared prompt once, logits where a token is "
         "predicted, nothing twice), at the speed of torch's best product of square matrices on as many threads.",
     ]
