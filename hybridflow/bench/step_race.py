@@ -116,8 +116,8 @@ def race(algorithm: str, options: Options, folder: Path) -> Result:
         for number in range(options.rounds + 1):
             flops = max(flops, machine.call("flops_per_second").value)
             for name in turn(list(racing), number):
-                # While others have their turn, a machine takes memory and cores away: a step behind such a wait takes
-                # up to a fifth longer than in training, where none waits. It is not counted.
+                # In training a step follows a step; one that follows a wait of some seconds, as for the others' turn,
+                # has taken up to 1.5 times as long (a virtual machine; why is not known). It is not counted.
                 racing[name].call("step", number)
                 answer = racing[name].call("step", number)
                 if number:  # the first round is to warm up

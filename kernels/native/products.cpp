@@ -10,7 +10,7 @@ using namespace hf;
 extern "C" {
 
 // Whether these are faster than the products that torch brings. Measured on AVX2 (Zen 3: 0.97 to 1.07 of MKL's speed
-// alone, forwards the upper end; 2.5 % of a training step); elsewhere nobody has looked.
+// alone, forwards the upper end; 0 to 4 % of a training step, noisily); elsewhere nobody has looked.
 int hf_product_gains() { return kVectorBytes == 32; }
 
 // y [m, n] = x [m, k] W^T (+ y where `add`); w[j * row_stride + i * col_stride]; fp32 or fp64.
